@@ -72,7 +72,7 @@ class RowSettings:
     (Loshchilov & Hutter 2017, arXiv:1711.05101) if ``decoupled``.
 
     ``lr`` may be a tensor of one element, which is read on its device. ``corrected`` False disables
-    the bias correction of the moments: Lion has none.
+    the bias correction of Adam's moments; Lion has none.
     """
 
     lr: float | Tensor
@@ -205,8 +205,9 @@ def lion_(
     """Make one step of Lion (Chen et al. 2023, arXiv:2302.06675) over ``tiles``, in place;
     arguments as in :func:`adam_`::
 
-        g = sign * grad / divisor
-        w <- w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
+        g = sign * grad / divisor + weight_decay * w                (decay: if not decoupled)
+        w <- w * (1 - lr * weight_decay)                            (decay: if decoupled)
+               - lr * sign(beta1 * m + (1 - beta1) * g)
         m <- beta2 * m + (1 - beta2) * g
     """
     _check(

@@ -37,6 +37,7 @@ def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tenso
         step_size,
         root_scale,
         eps,
+        lr,
     ]
     out = torch.zeros(steps.numel(), COEFFICIENTS, dtype=torch.float32, device=steps.device)
     out[:, : len(columns)] = torch.stack(columns, dim=1).float()
@@ -57,7 +58,7 @@ def adam_(
     tile: int,
 ) -> None:
     for at, numbers in _tiles(table, coefficients, found_inf):
-        _, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps = numbers
+        _, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps, _ = numbers
         w, m, v = master[at[0]], exp_avg[at[2]], exp_avg_sq[at[2]]
         g = grad[at[1]].float() * _factor(numbers[0], divisor)
         g = g + w * l2
@@ -80,11 +81,11 @@ def lion_(
     tile: int,
 ) -> None:
     for at, numbers in _tiles(table, coefficients, found_inf):
-        _, keep, _, beta1, rest1, beta2, rest2, step_size, _, _ = numbers
+        _, keep, l2, beta1, rest1, beta2, rest2, *_, lr = numbers
         w, m = master[at[0]], exp_avg[at[2]]
-        g = grad[at[1]].float() * _factor(numbers[0], divisor)
+        g = grad[at[1]].float() * _factor(numbers[0], divisor) + w * l2
         way = m * beta1 + g * rest1
-        w.copy_(w * keep - signs(way) * step_size)
+        w.copy_(w * keep - signs(way) * lr)
         m.copy_(m * beta2 + g * rest2)
         if out is not None:
             out[at[3]] = w.to(out.dtype)
@@ -94,13 +95,13 @@ def _tiles(
     table: Tensor, coefficients: Tensor, found_inf: Tensor | None
 ) -> Iterator[tuple[list[slice], list[float]]]:
     """Yield for each tile its slices of the master, the gradient, the moments and the copy, and its
-    ten coefficients; nothing if the step is skipped.
+    eleven coefficients; nothing if the step is skipped.
     """
     if found_inf is not None and bool(found_inf != 0):
         return
     rows = coefficients.tolist()
     for *places, length, row, _, _ in table.tolist():
-        yield [slice(start, start + length) for start in places], rows[row][:10]
+        yield [slice(start, start + length) for start in places], rows[row][:11]
 
 
 def _factor(sign: float, divisor: Tensor | None) -> Tensor | float:

@@ -32,8 +32,8 @@ PHASE = 8  # elements: 16 bytes of the narrowest dtype
 COLUMNS = 8
 # lr, weight decay, beta1, beta2, eps, log(beta1), log(beta2), sign of the gradient, decoupled
 SETTINGS = 9
-# sign, keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(1 - beta2^step), eps; then
-# zeros
+# sign, keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, step size of Adam, 1 / sqrt(1 - beta2^step),
+# eps, lr; then zeros
 COEFFICIENTS = 16
 TILE = 4096
 

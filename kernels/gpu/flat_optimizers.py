@@ -66,6 +66,7 @@ def advance_kernel(
     tl.store(place + 7, step_size.to(tl.float32), mask=there)
     tl.store(place + 8, (1.0 / tl.sqrt(root)).to(tl.float32), mask=there)
     tl.store(place + 9, eps.to(tl.float32), mask=there)
+    tl.store(place + 10, lr.to(tl.float32), mask=there)
     if HAS_FOUND:
         count = tl.where(tl.load(found_inf) != 0.0, count - 1.0, count)
     tl.store(steps + row, count, mask=there)
@@ -89,9 +90,9 @@ def _update_block(
     )
     m = tl.load(mean + lane, mask=mask, other=other, eviction_policy="evict_first")
     w = tl.load(master + lane, mask=mask, other=other, eviction_policy="evict_first")
+    g = tl.fma(w, l2, g)
     if ADAM:
         v = tl.load(square + lane, mask=mask, other=other, eviction_policy="evict_first")
-        g = tl.fma(w, l2, g)
         m = tl.fma(g, rest1, m * beta1)
         v = tl.fma(g * rest2, g, v * beta2)
         bound = tl.sqrt_rn(v) * root_scale + eps
@@ -139,7 +140,7 @@ def update_kernel(
     rest1 = tl.load(told + 4)
     beta2 = tl.load(told + 5)
     rest2 = tl.load(told + 6)
-    step_size = tl.load(told + 7)
+    step_size = tl.load(told + (7 if ADAM else 10))
     root_scale = tl.load(told + 8)
     eps = tl.load(told + 9)
     if HAS_DIVISOR:

@@ -142,6 +142,23 @@ def test_nan_reaches_the_weights(watched_body: str) -> None:
         )
 
 
+def test_lion_corrects_no_moments_and_takes_either_decay(watched_body: str) -> None:
+    """Of the same settings as Adam: a corrected first step would be ten times as long."""
+    for decoupled in (True, False):
+        flats = Flats((64,), 1)
+        flats.master = torch.randn(64)
+        want, mean, decay = flats.master.clone(), torch.zeros(64), 0.5
+        for _ in range(2):
+            rows = [RowSettings(1e-2, 0.9, 0.99, weight_decay=decay, decoupled=decoupled)]
+            flats.step(rows, lion=True)
+            grad = flats.grad + (0.0 if decoupled else decay) * want
+            want *= 1 - 1e-2 * decay * decoupled
+            want -= 1e-2 * (0.9 * mean + 0.1 * grad).sign()
+            mean = 0.99 * mean + 0.01 * grad
+        torch.testing.assert_close(flats.master, want)
+        torch.testing.assert_close(flats.mean, mean)
+
+
 @in_one_item((1, 127, 128, 300))
 def test_rows_take_programs_of_one_size(rows: int) -> None:
     """The compiler takes minutes for a program of thousands of rows, which segments of a mixture of
