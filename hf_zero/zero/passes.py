@@ -124,10 +124,11 @@ class ModuleHooks:
         # A weak reference, because Python's garbage collector does not see these hooks: a cycle
         # through one would never be freed.
         accumulated = partial(_accumulated, weakref.ref(self._tracker))
-        self._removable += [
-            parameter.register_post_accumulate_grad_hook(accumulated)
-            for parameter in self._training
-        ]
+        for parameter in self._training:
+            requires_grad = parameter.requires_grad
+            parameter.requires_grad_()  # torch takes no hook of one that a script has frozen
+            self._removable.append(parameter.register_post_accumulate_grad_hook(accumulated))
+            parameter.requires_grad_(requires_grad)
 
     def reduce_stray_gradients(self) -> None:
         """Take in ``.grad`` left by a backward that our hooks did not see, from a penalty on the

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from hf_zero.logging import listed, logger
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
+from hf_zero.zero.layout.gradients import GradientBuffer
 from hf_zero.zero.layout.precision import COMPUTE, refuse_mixed_dtypes
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.rebuild import groups_over, rebuild, unfrozen
@@ -145,13 +147,14 @@ class TrainingEngine(EngineParts):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients and restart the accumulation window: the next micro-batch is its
         first. Every rank must call it, or none. ``optimizer.zero_grad()`` does the same, unless the
-        script calls it after every micro-batch of a window.
+        script calls it after every micro-batch of a window. Without ``set_to_none`` the next step
+        updates parameters that had a gradient with zeros if no backward uses them.
         """
         if self.bound is not None and self.bound.members.phase.in_step:
             self.changes.refuse_gradients("zero_grad()")
         self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
-        self.pass_runner.reducer.clear()
+        self.pass_runner.reducer.clear(partial(GradientBuffer.zero_grad, set_to_none=set_to_none))
         self.optimizer_step.gradient.held.forget()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
@@ -331,7 +334,7 @@ class TrainingEngine(EngineParts):
         """Drop the gradients of a window whose update is made, or skipped for an ``overflow``, and
         after the first one move the state that fits back to the device (collective).
         """
-        self.pass_runner.reducer.clear()
+        self.pass_runner.reducer.clear(GradientBuffer.end_step)
         held = self.optimizer_step.gradient.held
         if held.is_measured or held.is_clipped:
             held.forget()

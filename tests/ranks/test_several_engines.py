@@ -302,6 +302,29 @@ def test_an_engine_at_rest_lends_no_scale():
 
 
 @pytest.mark.skipif(not native.available(), reason="no native core")
+def test_an_engine_with_a_frozen_weight_stands_beside_a_second_one_in_fp16():
+    """The first trains on, and trains the weight again once it is unfrozen, as in torch."""
+
+    def run(rank, models):
+        mine, other, plain = models
+        optimizer, x = plain_sgd(plain), data(0, 0, 0)
+        engine, half = start(mine, plain_sgd(mine), config_of(2)), None
+        for trains in (True, False, True):
+            for model in (mine, plain):
+                model.head.weight.requires_grad_(trains)
+            if not trains:
+                half = start(other, plain_sgd(other), config_of(2, Plan(precision="fp16")))
+            engine.backward(engine(x).pow(2).mean())
+            engine.step()
+            optimizer.zero_grad()
+            plain(x).pow(2).mean().backward()
+            optimizer.step()
+        oracle.compare_tensors("weights", full_weights(engine), values_of(plain))
+        half.destroy()
+
+    on_ranks(RANKS, run, build=lambda: [seeded(Wide) for _ in range(3)])
+
+
 def test_limits_on_native_threads_leave_none_behind(monkeypatch):
     before = native.threads()
     monkeypatch.setattr(native, "default_share", lambda: native.Share(4, "a test"))

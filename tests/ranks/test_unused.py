@@ -36,6 +36,7 @@ from tests.helpers.engines import (
 from tests.helpers.models import Block, features, floats, seeded
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
+from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks
 from tests.helpers.training import At, Job, Plan, trainable
@@ -463,3 +464,70 @@ def test_other_parameters_stay_whole_of_another_number_of_ranks():
     for entry in dicts[1]["state"].values():
         entry["rows"] = torch.ones(2)
     on_ranks(RANKS, loaded, None, "'rows' is of whole tensors", build=job.build)
+
+
+# the heads that each step uses, and whether it uses the late block
+USES = [((0, 1, 2), True), ((0,), True), ((2,), False), ((3,), False), ((0, 3), True)]
+ZEROS = [
+    (1, 0, {}),
+    (2, 1, {}),
+    (2, 2, {}),
+    (2, 3, {}),
+    (2, 3, {"offload_optimizer": {"device": "cpu"}}),
+    (2, 3, {"update_in_backward": True}),
+]
+
+
+def step_over_zeros(model, optimizer, backward, step, drops):
+    """Train: a backward is dropped if the script ``drops`` any, gradients are set to zeros after
+    steps, one of them to None, those of the fourth step to None. A parameter is frozen in the third
+    step, another one unfrozen.
+    """
+    for number, (heads, late) in enumerate(USES):
+        backward(number, heads, late)
+        if drops and number == 0:
+            model.zero_grad(set_to_none=False)
+            backward(number, heads[:2], late)
+        step()
+        optimizer.zero_grad(set_to_none=number == 3)
+        if number == 1:
+            model.heads[1].weight.grad = None
+            model.blocks[0].up.bias.requires_grad_(False)
+            model.heads[3].bias.requires_grad_(True)
+
+
+@in_turn("world, stage, zero", ZEROS)
+def test_gradients_that_are_set_to_zeros_count_as_used(world, stage, zero):
+    def loss(net, step, rank, heads, late):
+        return net(features(step, 0, rank), heads, late).pow(2).mean()
+
+    def build():
+        model = seeded(Heads)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        model.heads[3].bias.requires_grad_(False)
+        return model, optimizer
+
+    plain, optimizer = build()
+
+    def backward(step, heads, late):
+        for rank in range(world):
+            (loss(plain, step, rank, heads, late) / world).backward()
+
+    drops = "update_in_backward" not in zero
+    step_over_zeros(plain, optimizer, backward, optimizer.step, drops)
+
+    def train_on(rank):
+        config = config_of(stage)
+        config["zero_optimization"] |= zero
+        engine = start(*build(), config)
+
+        def backward(step, heads, late):
+            engine.backward(loss(engine, step, rank, heads, late))
+
+        step_over_zeros(engine.module, engine.optimizer, backward, engine.step, drops)
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    for weights in run_ranks(world, train_on):
+        compare_tensors("weights", weights, values_of(plain))

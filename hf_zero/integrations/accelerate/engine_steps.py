@@ -175,16 +175,16 @@ class EngineSteps:
         engine.step()
         clipping.forget()
 
-    def zero_grad(self, wrapped: AcceleratedOptimizer) -> None:
+    def zero_grad(self, wrapped: AcceleratedOptimizer, set_to_none: bool | None = None) -> None:
         """Drop the gradients of the engine of ``wrapped`` at the end of a window: its ``zero_grad``
         method.
         """
         for engine in self.engines if wrapped.gradient_state.sync_gradients else ():
             if engine.optimizer is wrapped.optimizer:
-                self._drop_gradients(engine)
+                self._drop_gradients(engine, set_to_none is None or set_to_none)
 
-    def _drop_gradients(self, engine: EngineProtocol) -> None:
-        engine.zero_grad()
+    def _drop_gradients(self, engine: EngineProtocol, set_to_none: bool) -> None:
+        engine.zero_grad(set_to_none)
         clipping_of(engine).forget()
 
     def forget_window(self) -> None:
@@ -350,8 +350,8 @@ class SingleEngineSteps(EngineSteps):
                 self._step_engine(self._engine, self.caller is StepCaller.OPTIMIZER)
             self.window = WindowState.OPEN
 
-    def _drop_gradients(self, engine: EngineProtocol) -> None:
-        super()._drop_gradients(engine)
+    def _drop_gradients(self, engine: EngineProtocol, set_to_none: bool) -> None:
+        super()._drop_gradients(engine, set_to_none)
         self._unseen.forget()
         if self.window is WindowState.ENDED:
             self.window = WindowState.DROPPED
@@ -424,9 +424,7 @@ def register_engines(
         accelerator.deepspeed_engine_wrapped = steps
     for optimizer in accelerator._optimizers:
         optimizer.step = _method(optimizer, steps.step)
-        optimizer.zero_grad = _method(
-            optimizer, lambda wrapped, *_, steps=steps, **__: steps.zero_grad(wrapped)
-        )
+        optimizer.zero_grad = _method(optimizer, steps.zero_grad)
 
 
 def _method(wrapped: AcceleratedOptimizer, call: Callable[..., None]) -> MethodType:

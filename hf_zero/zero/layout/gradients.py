@@ -13,7 +13,7 @@ activations finds room for the next one more easily.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from enum import Enum
 from functools import cache, partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -86,6 +86,9 @@ class GradientBuffer:
         self.offloaded = False  # ``shard`` is in host memory, apart from ``accumulated_grad``
         self.all_used = (1 << len(spec.layout.slots)) - 1  # a bit for each parameter
         self.used = 0  # bits of parameters with a gradient on this rank in the accumulation window
+        # bits of those that have had one since the script last set gradients to None, and of those
+        # that it has set to zeros since the last step
+        self.present = self.zeroed = 0
         # bits of parameters that no backward of the window has used on any rank, known to all ranks
         self.idle = 0
         self.reader: GradientReader
@@ -237,7 +240,8 @@ class GradientBuffer:
         """Set the gradient to zero: all ranks know that no backward of the window used it."""
         self.writing().zero_()
         self.mark_reduced()
-        self.set_unused(frozenset(slot.name for slot in self.layout.slots))
+        if not self.used:
+            self.set_unused(frozenset(slot.name for slot in self.layout.slots))
 
     def set_idle(self, bits: int) -> None:
         """Record that all ranks know that no backward of the window has used the parameters in
@@ -250,9 +254,36 @@ class GradientBuffer:
         self.unused = names
 
     def clear(self) -> None:
-        """Drop all gradients, after a step and for ``zero_grad``."""
+        """Drop all gradients that backwards have left."""
         self.state, self.earlier_reduced_grad = GradState.EMPTY, None
-        self.used, self.idle, self.unused = 0, 0, _NONE
+        self.used, self.idle, self.unused = self.zeroed, 0, _NONE
+
+    def end_step(self) -> None:
+        """Drop all gradients, once the ranks have agreed on the used parameters."""
+        self.present |= self.all_used & ~(self.bits_of(self.unused) if self.unused else 0)
+        self.zeroed = 0
+        self.clear()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop all gradients. Without ``set_to_none`` parameters that had one count as used by the
+        next step, which updates them with zeros, as in torch, if no backward uses them.
+        """
+        self.zeroed = self.present = 0 if set_to_none else self.present | self.used
+        self.clear()
+
+    def set_to_none(self, name: str) -> None:
+        """Drop the zeros to which ``zero_grad`` has set the gradient of ``name``."""
+        self.present &= ~self.bits_of([name])
+        self.zeroed &= self.present
+        self.used = self.zeroed
+
+    def names_of(self, bits: int) -> frozenset[str]:
+        """Return the names of the parameters in ``bits``."""
+        return frozenset(s.name for at, s in enumerate(self.layout.slots) if bits >> at & 1)
+
+    def bits_of(self, names: Collection[str]) -> int:
+        """Return the bits of the parameters ``names``."""
+        return sum(1 << at for at, slot in enumerate(self.layout.slots) if slot.name in names)
 
     def record_state(self) -> Callable[[], None]:
         """Return a function that sets what is held now, after a backward that did what the last

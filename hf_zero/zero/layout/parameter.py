@@ -204,15 +204,15 @@ class OwnedParameter(nn.Parameter):
         """
         flat: OwningBuffer | None = self.__dict__.get("_hf_zero_flat")
         set_raw_grad(self, value)  # checks its shape, dtype and device
-        if (
-            flat is not None
-            and flat.gradient.holds_gradient
-            and torch._C._current_graph_task_id() == -1
-            and not torch.compiler.is_compiling()
-        ):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if flat is None or in_backward or torch.compiler.is_compiling():
+            return
+        if flat.gradient.holds_gradient:
             set_raw_grad(self, None)
             assert flat.engine is not None
             flat.engine.write_gradient(flat, name_of(self), value)
+        elif value is None:
+            flat.gradient.set_to_none(name_of(self))
 
     @property
     def data(self) -> torch.Tensor:

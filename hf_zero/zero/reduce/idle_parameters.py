@@ -51,14 +51,9 @@ def _both(
 
 def mark_idle(flats: Sequence[FlatBuffer]) -> None:
     """Mark the idle parameters of ``flats`` as unused."""
-    for flat in flats:
-        if flat.gradient.idle and not flat.gradient.all_unused:
-            flat.gradient.set_unused(names_of(flat, flat.gradient.idle))
-
-
-def names_of(flat: FlatBuffer, bits: int) -> frozenset[str]:
-    """Return the names of the parameters of ``flat`` in ``bits``."""
-    return frozenset(slot.name for at, slot in enumerate(flat.layout.slots) if bits >> at & 1)
+    for gradient in (flat.gradient for flat in flats):
+        if gradient.idle and not gradient.all_unused:
+            gradient.set_unused(gradient.names_of(gradient.idle))
 
 
 def zero_left_out(units: Sequence[Unit]) -> None:

@@ -34,7 +34,7 @@ from hf_zero.logging import listed
 from hf_zero.offload.unit_updates import GradientCopies
 from hf_zero.zero.gather.unit import OutermostForward, Unit, UnitCall, unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.gradients import GradientMemory
+from hf_zero.zero.layout.gradients import GradientBuffer, GradientMemory
 from hf_zero.zero.layout.parameter_views import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import StagePolicy
 from hf_zero.zero.reduce.idle_parameters import IdleParameters, zero_left_out
@@ -596,15 +596,15 @@ class Reducer:
         self._end_progress()
         self.gradients_lost = True
 
-    def clear(self) -> None:
-        """Drop all gradients, after a step and for ``zero_grad``."""
+    def clear(self, clear: Callable[[GradientBuffer], None] = GradientBuffer.clear) -> None:
+        """Drop all gradients, those of each flat buffer by its method ``clear``."""
         self.gradients_lost = False
         self.idle.clear()
         self._drop()
         memories = set[GradientMemory | None]()
         for unit in self._order.units:
             for flat in unit.trainable_flats:
-                flat.gradient.clear()
+                clear(flat.gradient)
                 memories.add(flat.gradient.memory)
         for memory in memories:
             if memory is not None:

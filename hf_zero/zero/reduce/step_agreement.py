@@ -37,7 +37,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.unit import Unit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.batch_codes import BatchCodes
-from hf_zero.zero.reduce.idle_parameters import mark_idle, names_of
+from hf_zero.zero.reduce.idle_parameters import mark_idle
 from hf_zero.zero.reduce.rank_codes import SettingsCheck
 
 _idle = attrgetter("gradient.idle")
@@ -195,14 +195,14 @@ class StepAgreement:
                 continue  # these counts are stale: ranks that know this send full words
             lacking = sum(1 << index for index, count in enumerate(counts) if count == 0)
             few = sum(1 << index for index, count in enumerate(counts) if count < ranks)
-            if refused := names_of(flat, few & gradient.used & gradient.idle):
+            if refused := gradient.names_of(few & gradient.used & gradient.idle):
                 raise PartitionError(
                     f"{sorted(refused)} got a gradient on some ranks only (from weight "
                     "regularization, for example), while all ranks have dropped their layer: the "
                     "others would not update them; add the penalty to the loss of every rank, or "
                     "of none"
                 )
-            gradient.set_unused(names_of(flat, lacking))
+            gradient.set_unused(gradient.names_of(lacking))
 
     def ranks_with_gradients(
         self, flats: Sequence[FlatBuffer], total: torch.Tensor

@@ -107,7 +107,7 @@ class _EngineMethods:
             return
         lost = alive.pass_runner.reducer.gradients_lost
         if lost or not alive.accumulation.keeps_at_zero_grad():
-            alive.zero_grad()
+            alive.zero_grad(set_to_none)
 
     def add_param_group(self, group: dict[str, object]) -> None:
         alive = self._engine()

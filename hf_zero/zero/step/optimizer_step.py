@@ -32,7 +32,7 @@ from hf_zero.zero.step.held_gradient import clip_divisor
 from hf_zero.zero.step.state_changes import StateChanges
 from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
 
-KeptOfStep = tuple[float, torch.Tensor | None, float, bool]
+KeptOfStep = tuple[float, torch.Tensor | None, float, bool, tuple[set[str], set[str]]]
 """The norm that steps clip to, the last one, the factor on rates, whether the step was applied."""
 
 
@@ -92,11 +92,19 @@ class OptimizerStep:
 
     def kept(self) -> KeptOfStep:
         """Return what :meth:`restore` takes after a rebuild of the engine."""
-        return self.gradient.max_norm, self.gradient.last, self.lr_scale, self.applied
+        present, zeroed = set[str](), set[str]()
+        for gradient in (flat.gradient for flat in self.model.trainable):
+            present |= gradient.names_of(gradient.present)
+            zeroed |= gradient.names_of(gradient.zeroed)
+        gradients = present, zeroed
+        return self.gradient.max_norm, self.gradient.last, self.lr_scale, self.applied, gradients
 
     def restore(self, kept: KeptOfStep) -> None:
         """Continue with what the step of the engine before a rebuild has kept."""
-        max_norm, last, self.lr_scale, self.applied = kept
+        max_norm, last, self.lr_scale, self.applied, (present, zeroed) = kept
+        for gradient in (flat.gradient for flat in self.model.trainable):
+            gradient.present = gradient.bits_of(present)
+            gradient.used = gradient.zeroed = gradient.bits_of(zeroed)
         self.gradient.clip_to(max_norm)
         self.gradient.record(last)
 

@@ -79,6 +79,30 @@ def test_one_model_steps_when_its_optimizer_is_told() -> None:
     assert_same_weights(engine.module, plain)
 
 
+@pytest.mark.parametrize("models", [1, 2])
+def test_gradients_that_are_set_to_zeros_are_stepped(models: int) -> None:
+    """As in torch, weight decay and momentum act on a layer that the second step does not use."""
+    forget()
+    accelerator = accelerator_with(0.0, gradient_accumulation_steps=1)
+    accelerator.gradient_accumulation_steps = 1
+    engine, optimizer = prepared(accelerator)
+    others = [prepared(accelerator) for _ in range(models - 1)]
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for group in (*optimizer.param_groups, *theirs.param_groups):
+        group["weight_decay"] = 0.1
+    for step in range(3):
+        for model in (engine.module, plain):
+            model.blocks[1].requires_grad_(step == 0)
+        accelerator.backward(squared(engine, step) + sum(squared(other) for other, _ in others))
+        squared(plain, step).backward()
+        for each in (optimizer, theirs, *(mine for _, mine in others)):
+            each.step()
+        for each in (optimizer, theirs, *(mine for _, mine in others)):
+            each.zero_grad(set_to_none=step == 1)
+    assert_same_weights(engine.module, plain)
+
+
 def test_one_model_of_a_script_that_leaves_steps_to_its_backward() -> None:
     """As DeepSpeed allows: the first is made before the next forward. One that overflows is one."""
     accelerator = accelerator_with(fp16={"enabled": True, "loss_scale": 2.0})
