@@ -180,8 +180,7 @@ class GradientBuffer:
     @property
     def adds_to_shard(self) -> bool:
         """Return whether the next reduction must be added to ``shard``."""
-        reduced = self.state is GradState.REDUCED or self.state is GradState.BOTH
-        return reduced and (self.accumulated_grad is None or self.offloaded)
+        return self.has_reduced and (self.accumulated_grad is None or self.offloaded)
 
     def keep_local(self, local: bool) -> None:
         """Set whether later reductions leave out ``accumulated_grad``."""
@@ -197,9 +196,7 @@ class GradientBuffer:
 
     def mark_accumulated(self, used: int) -> None:
         """Record that gradients of parameters ``used`` (bits) are in ``accumulated_grad``."""
-        self.used |= used
-        self.unused = _NONE
-        self.version.number += 1
+        self.mark_used(used)
         if self.state is GradState.EMPTY:
             self.state = GradState.UNREDUCED
         elif self.state is GradState.REDUCED:
@@ -318,16 +315,12 @@ class GradientBuffer:
         """
         self.reader.wait_for_update()
         slot, (first, start, stop) = self.layout.by_name[name], self.spec.own_range(name)
-        bit = 1 << self.layout.slots.index(slot)
+        flattened = None
         if value is None:
-            self.used &= ~bit
+            self.used &= ~self.bits_of([name])
         else:
-            self.mark_used(bit)
-        flattened = (
-            None
-            if value is None
-            else (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
-        )
+            self.mark_used(self.bits_of([name]))
+            flattened = (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
         if self.earlier_reduced_grad is not None:
             self.earlier_reduced_grad[start:stop].zero_()
         elif self.has_reduced and self.shard is not None:
@@ -352,7 +345,7 @@ class GradientBuffer:
         _, start, stop = self.spec.own_range(name)
         self.writing()[start:stop].copy_(value)
         self.grad_sq_norm = None
-        self.mark_used(1 << self.layout.slots.index(self.layout.by_name[name]))
+        self.mark_used(self.bits_of([name]))
 
     @property
     def address(self) -> int:
