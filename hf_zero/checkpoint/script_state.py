@@ -113,8 +113,7 @@ def saved_and_loaded(value: T) -> tuple[bytes, T]:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    copy = torch.load(buffer, map_location="cpu", weights_only=True)
-    return buffer.getvalue(), cast(T, copy)
+    return buffer.getvalue(), cast(T, torch.load(buffer, map_location="cpu", weights_only=True))
 
 
 def _check_loadable(what: str, value: object) -> None:

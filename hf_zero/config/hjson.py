@@ -34,10 +34,7 @@ def parse_hjson(text: str) -> object:
     """
     reader = _Reader(text)
     reader.skip()
-    if text[reader.at : reader.at + 1] in ("{", "["):
-        value = reader.value()
-    else:
-        value = reader.members("")
+    value = reader.value() if text[reader.at : reader.at + 1] in ("{", "[") else reader.members("")
     reader.skip()
     if reader.at < len(text):
         raise HjsonError("more than one value", reader.at)

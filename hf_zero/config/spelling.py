@@ -27,8 +27,7 @@ def closest(name: str, names: Iterable[str], limit: int = 3, least: float = 0.7)
         return []
     # a name that is clearly meant is suggested alone: stage for "stag", not stage3_... as well
     near = 0.05 if -scored[0][0] >= MISSPELT else 0.12
-    best = [candidate for score, _, candidate in scored if score <= scored[0][0] + near]
-    return best[:limit]
+    return [candidate for score, _, candidate in scored if score <= scored[0][0] + near][:limit]
 
 
 def is_comment(name: str) -> bool:

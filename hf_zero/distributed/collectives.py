@@ -348,8 +348,7 @@ class MeshDim:
         self.stats.record(operation, key, sent.nbytes)
         with Starting(self._watchdog, pending, operation, key, sent.nbytes):
             works = self._swap(sent, sizes, came, counts, pending)
-        handle = self._handle(works, self._watchdog, pending, follows=self._follows)
-        return handle, came
+        return self._handle(works, self._watchdog, pending, follows=self._follows), came
 
     def send_to_next(self, sent: torch.Tensor, key: str) -> tuple[Handle, torch.Tensor]:
         """Send ``sent``, 1-D, to the next rank of the dimension, and the last rank's to the first.

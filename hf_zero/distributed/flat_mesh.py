@@ -340,8 +340,7 @@ class FlatMeshMaker:
         if whole.replicate.size == 1:  # it is sharded over all ranks
             return whole.shard, self.alone()
         sets = self._dims.sets_sharing()
-        every = self._counted(sets, f"{self._name} over all ranks", " over all ranks")
-        return every, self.alone()
+        return self._counted(sets, f"{self._name} over all ranks", " over all ranks"), self.alone()
 
     def alone(self) -> MeshDim:
         """Return a dimension of this rank only."""

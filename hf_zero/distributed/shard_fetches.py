@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -262,10 +263,8 @@ class ShardFetches:
         if self._leaving or self.closed or self.serving.thread is None:
             return
         self._leaving = True
-        try:
+        with suppress(RuntimeError):  # the store is gone: no rank can ask
             leaving(self._store, 0).enter(self._rank)
-        except RuntimeError:
-            pass  # the store is gone: no rank can ask
 
     def _linger(self, over: Callable[[], bool]) -> None:
         begun, ranks = time.monotonic(), len(self._others) + 1

@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -272,10 +273,8 @@ class Bell:
     def end(self, store: dist.Store, seconds: float) -> None:
         """End the thread through ``store``, another client, and wait for it."""
         self._ending = True
-        try:
+        with suppress(RuntimeError):  # without a store the thread has ended or will never return
             store.set(self._key, "")
-        except RuntimeError:
-            pass  # the store is gone: the thread has ended or will never return
         self._thread.join(seconds)
 
 
@@ -555,10 +554,8 @@ CLOSED = "closed"  # list of ranks that no longer answer
 
 def publish_closed(store: Store, rank: int, why: str = ENDED) -> None:
     """Tell ranks that wait for ``rank`` that it no longer answers, and why."""
-    try:
+    with suppress(RuntimeError):  # the store is gone: no rank can ask
         append_line(store, CLOSED, [rank, why])
-    except RuntimeError:
-        pass  # the store is gone: no rank can ask
 
 
 def leaving(store: Store, size: int) -> RollCall:

@@ -192,8 +192,7 @@ class SegmentTable:
         """Return the parts of ``flat`` with elements ``[first, last)`` of its owned range, in
         order, each with its segment.
         """
-        store = self.offloaded if flat.offloaded else self.device
-        return store.parts(flat, first, last)
+        return (self.offloaded if flat.offloaded else self.device).parts(flat, first, last)
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedSegments:
         """Return the store that keeps the state of ``segment``."""

@@ -130,8 +130,7 @@ class Box:
 
     @cached_property
     def _ranges(self) -> tuple[tuple[Cut, ...], ...]:
-        by_dim = dict(self.cuts)
-        return tuple(by_dim.get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
+        return tuple(dict(self.cuts).get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
 
     def _row(
         self, at_row: int, row: int, start: int, stop: int, of_whole: bool

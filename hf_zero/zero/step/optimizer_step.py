@@ -92,12 +92,11 @@ class OptimizerStep:
 
     def kept(self) -> KeptOfStep:
         """Return what :meth:`restore` takes after a rebuild of the engine."""
-        present, zeroed = set[str](), set[str]()
-        for gradient in (flat.gradient for flat in self.model.trainable):
-            present |= gradient.names_of(gradient.present)
-            zeroed |= gradient.names_of(gradient.zeroed)
-        gradients = present, zeroed
-        return self.gradient.max_norm, self.gradient.last, self.lr_scale, self.applied, gradients
+        gradients = [flat.gradient for flat in self.model.trainable]
+        present = {name for g in gradients for name in g.names_of(g.present)}
+        zeroed = {name for g in gradients for name in g.names_of(g.zeroed)}
+        last = self.gradient.last
+        return self.gradient.max_norm, last, self.lr_scale, self.applied, (present, zeroed)
 
     def restore(self, kept: KeptOfStep) -> None:
         """Continue with what the step of the engine before a rebuild has kept."""
