@@ -16,7 +16,7 @@ import torch
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.manifest import FileEntry
-from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.memory import claimed_folders, folders, saving
 from hf_zero.checkpoint.memory.copy_exchange import CopyExchange
 from hf_zero.checkpoint.memory.job_folders import Hosts
 from hf_zero.checkpoint.memory.record import RankRecord
@@ -126,9 +126,9 @@ class Rank(saving.MemoryCheckpoints):
         self.saved_by_trainer, self.has_stepped, self.client_state = False, False, {}
         self.token, self.attempt, self._committed = f"attempt {begun}", begun, committed
         self.newest_id, self.ready, self._slot, self._saves, self._last_step = "", "", -1, 0, -1
-        self._is_cut_off, self._rewound, self._logged_wait = False, True, False
-        self._staged, self._copied_for_disk, self._copied_for_disk_at = None, None, -1
-        self._ready_path, self._marks, self._running = None, {}, None
+        self._is_cut_off, self._prevails, self._logged_wait = False, True, False
+        self._staged, self._early = None, None
+        self._read_by_disk, self._marks, self._running = None, {}, None
         self.transfers = connections or SimpleNamespace(close=lambda: None)
         self._files = Files()  # type: ignore[assignment]
         self._exchange = CopyExchange(self.transfers, self.hosts, rank, world.size, copies)
@@ -178,6 +178,6 @@ def processes() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(saving, "_claimed", {})
         patch.setattr(saving, "copy_to_memory", copy_in_parts)
         patch.setattr(saving, "WholeNames", lambda module: None)
-        patch.setattr(saving.native, "release_at_exit", lambda *args: False)
+        patch.setattr(claimed_folders.native, "release_at_exit", lambda *args: False)
         patch.setattr(saving, "buffers_of_other_stages", lambda *args: {})
         yield patch

@@ -88,7 +88,7 @@ class Jobs:
         found = left.exists()
         collective_try(made._ranks, made.make_folder)
         made.mark()
-        made._own()
+        made.own()
         own = made.folder(made.base) / "slot-0" / f"{number}-{made.rank}"
         own.parent.mkdir(parents=True, exist_ok=True)
         own.touch()

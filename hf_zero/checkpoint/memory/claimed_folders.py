@@ -1,10 +1,11 @@
 """The folders of one engine's generations while it lives: marked as in use by its processes,
-claimed for its host, and below a base folder with room for two generations.
+claimed for its host, below a base folder with room for two generations, and removed at a good end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.config.memory import MemorySection
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import in_units
+from hf_zero.ops import native
 
 if TYPE_CHECKING:
     from hf_zero.distributed.world_group import RankGroup
@@ -23,8 +25,11 @@ KEY = "checkpoint.memory"
 
 class ClaimedFolders(JobFolders):
     """Folders that the processes of one engine mark, claim and fill. base: the base folder on this
-    host that has room. The constructor is collective.
+    host that has room. owns_generations: they are this attempt's to remove, which has loaded or
+    saved one. The constructor is collective.
     """
+
+    owns_generations = False
 
     def __init__(
         self,
@@ -84,6 +89,36 @@ class ClaimedFolders(JobFolders):
             self._claim_own(self.base)
         else:
             self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def own(self) -> None:
+        """Have the generations removed at a good end. Until then they are an earlier attempt's."""
+        if self.owns_generations:
+            return
+        self.owns_generations = True
+        for base in self.bases:
+            folder = self.folder(base)
+            mark = folders.rank_mark(folder, self.rank)
+            native.release_at_exit(folder, self.job_folder(base), folders.IN_USE, mark)
+
+    def keep_after_exit(self) -> None:
+        """Have the generations stay whatever the exit code of this process is, until the next
+        attempt ends.
+        """
+        for base in self.bases:
+            own = folders.rank_mark(self.folder(base), self.rank)
+            with suppress(FileNotFoundError):  # nothing is in this folder
+                own.with_name(f"{own.name}-keeps").touch()
+
+    def give_up_marks(self) -> None:
+        """Give up the marks and claims of this process."""
+        for mark in self._marks.values():
+            mark.close()
+        self._marks.clear()
+
+    def release_folders(self) -> None:
+        """Remove the generations once the last rank of this host has released them."""
+        for base in self.bases:
+            folders.release(self.folder(base), self.job_folder(base), self.rank)
 
     def choose_base(self, sizes: Sequence[int]) -> int:
         """Choose this host's base folder for two generations of files with ``sizes``, bytes by

@@ -19,11 +19,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -58,8 +58,7 @@ from hf_zero.config.memory import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.distributed.rank_hosts import host_name
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import in_units, log_rank0, logger
-from hf_zero.ops import native
+from hf_zero.logging import counted, in_units, log_rank0, logger
 from hf_zero.zero.layout.whole_names import WholeNames
 
 if TYPE_CHECKING:
@@ -71,6 +70,16 @@ ENDING_SECONDS = 2.0  # a process that fails waits so long for its thread
 _claimed: weakref.WeakValueDictionary[tuple[str, int, int], MemoryCheckpoints] = (
     weakref.WeakValueDictionary()
 )
+
+
+@dataclass(frozen=True)
+class EarlyCopy:
+    """This rank's file at ``step``, copied for a save on disk before the trainer's save into
+    memory, which takes it; None if the copy failed.
+    """
+
+    step: int
+    staged: Staged | None
 
 
 def next_folders(settings: MemorySection, ranks: WorldGroup, rank: int) -> JobFolders:
@@ -94,12 +103,13 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
 
     exist = True
     _is_closed = False
-    _owns = False  # the generations are this attempt's to remove: it has loaded or saved one
     _saver: BackgroundSaver | None = None  # of saves on disk, beside the training
 
     def __init__(self, engine: SavedEngine, plan: EnginePlan, number: int | None = None) -> None:
         settings, mesh = engine.config.section_of(MemorySection), engine.mesh
         assert settings.every is not None
+        super().__init__(settings, mesh.job, engine.global_rank, host_name(), _living(), number)
+        _claimed[self.place] = self
         self.every, self.saved_by_trainer = settings.every, False
         self.has_stepped = False  # a load without a tag then means the folder that it names
         # on rank 0, a copy of what the script gave to its last save on disk, or has loaded
@@ -107,8 +117,6 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._folders_of_run: set[str] = set()
         self.note_run(engine.config.checkpoint.folder)
         self.world, self._device = mesh.dims.world, mesh.device
-        super().__init__(settings, mesh.job, engine.global_rank, host_name(), _living(), number)
-        _claimed[self.place] = self
         self.transfers = HostTransfers(  # the token: an engine before may have had this mesh's name
             f"memory/{self.token}", self.rank, self.world, mesh.timeout
         )
@@ -121,27 +129,24 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
         self._saves, self._last_step = 0, -1
         self._is_cut_off = False  # connections are lost: no slot may be overwritten any more
+        self._prevails = True  # the next generation, over those of later steps
+        self._early: EarlyCopy | None = None
         self._staged: Staged | None = None  # of the last save, unless a save on disk has it
-        self._ready_path: Path | None = None  # the ready file of the last save on disk
-        self._rewound = True  # the next generation prevails over those of later steps
-        # copied for a save on disk before the trainer's save into memory, at this step
-        self._copied_for_disk: Staged | None = None
-        self._copied_for_disk_at = -1
+        self._read_by_disk: Path | None = None  # the file that the last save on disk has read
         self._running: Future[None] | None = None
         self._logged_wait = False
-        self._say()
+        self._warn_of_losses()
         needed = self.choose_base(self._ranks.all_gather_object(_planned_size(plan), KEY))
         if self.acts_for_host:
             folder = self.folder(self.base)
+            in_memory = host_folders.is_in_memory(folder)
             logger.info(
                 "%s: about %s for generations of every %d steps, in %s%s",
                 KEY,
                 in_units(needed),
                 self.every,
                 folder,
-                ""
-                if host_folders.is_in_memory(folder)
-                else " (a disk: there is no room in memory)",
+                "" if in_memory else " (a disk: there is no room in memory)",
             )
         self.mark()
         _at_exit(self)
@@ -160,18 +165,19 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             return Generations.of(engine, plan, before)
         return cls(engine, plan, before.number if isinstance(before, MemoryCheckpoints) else None)
 
-    def _say(self) -> None:
+    def _warn_of_losses(self) -> None:
+        """Warn of what these checkpoints do not survive."""
         if not self.is_lasting:
             log_rank0(
                 f"{KEY}: no launcher started this process, so that a new one cannot know that it "
                 f"goes on with this job; name the job ({KEY}.job) to resume from memory"
             )
         if len(self.hosts.ranks) < self.copies:
+            lost = "the host" if len(self.hosts.ranks) == 1 else "so many hosts as it promises"
             log_rank0(
-                f"{KEY}.copies is {self.copies} and the ranks are on {len(self.hosts.ranks)} "
-                f"host{'s' * (len(self.hosts.ranks) > 1)}: checkpoints in memory survive processes "
-                "that end, not the loss of "
-                + ("the host" if len(self.hosts.ranks) == 1 else "so many hosts as it promises")
+                f"{KEY}.copies is {self.copies} and the ranks are on "
+                f"{counted(len(self.hosts.ranks), 'host')}: checkpoints in memory survive "
+                f"processes that end, not the loss of {lost}"
             )
 
     def continue_from(self, before: Generations) -> None:
@@ -184,8 +190,8 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         self.attempt = max(self.attempt, before.attempt)
         if not before.has_saved:  # else that generation is gone, too
             self.newest_id = before.newest_id
-            if before._owns:
-                self._own()
+            if before.owns_generations:
+                self.own()
         self.saved_by_trainer, self.has_stepped = before.saved_by_trainer, before.has_stepped
         self.client_state, self._last_step = before.client_state, before._last_step
         self._folders_of_run = before._folders_of_run
@@ -240,12 +246,13 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         step = engine.counters.global_steps
         if client_state is None:
             client_state = self.client_state
-        staged = self._copy(engine, beside or {}, client_state, tag)
+        early, self._early = self._early_copy(step), None
+        staged = self._copy(engine, beside or {}, client_state, tag, early)
         # The copies have waited for the device. If that was for collectives that have been aborted,
         # what followed them, such as the update, has computed with whatever they left.
         engine.mesh.watchdog.check()
-        self._staged = None if self._copied_for_disk_at == step else staged
-        self._last_step, self._copied_for_disk_at = step, -1
+        self._staged = staged if early is None else None
+        self._last_step = step
         if self._is_cut_off:
             return
         stall = time.perf_counter() - started
@@ -262,40 +269,36 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             if not isinstance(error, Exception):
                 raise
 
+    def _early_copy(self, step: int) -> EarlyCopy | None:
+        """Return the copy at ``step`` for a save on disk, made before the trainer's save."""
+        return self._early if self._early is not None and self._early.step == step else None
+
     def _copy(
         self,
         engine: SavedEngine,
         beside: Mapping[str, bytes],
         client_state: Mapping[str, object],
         tag: str | None,
+        early: EarlyCopy | None = None,
     ) -> Staged | None:
-        """Return this rank's file in its slot, copied now unless a save on disk at this step has
-        had it copied; None, logged, if the copy failed.
+        """Return this rank's file in its slot: that of ``early`` with a new record if nothing has
+        changed since, else copied now; None, logged, if the copy failed.
         """
         engine.take_user_writes()
         engine.optimizer_step.complete_state()
         names = WholeNames(engine.module)
         elsewhere = buffers_of_other_stages(engine, names, False)
         step = engine.counters.global_steps
-        self._saves += step != self._copied_for_disk_at
+        self._saves += early is None
         tag = tag or f"global_step{step}"
-        make = partial(self._plan, engine, names, elsewhere, beside, client_state, tag)
-        planned = None
-        if self._slot < 0:
-            planned, sizes = collective_try(
-                self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].file.size
-            )
-            self.choose_base(sizes)
-            self._choose_slot(step)
-            record, plan = planned
-            head = record.head and replace(record.head, attempt=self.attempt)
-            planned = replace(record, attempt=self.attempt, head=head), plan
-        copied, self._copied_for_disk = self._copied_for_disk, None
+        plan_file = partial(self._plan, engine, names, elsewhere, beside, client_state, tag)
+        planned = self._plan_first(plan_file, step) if self._slot < 0 else None
         if self._is_cut_off:
             return None
         try:
-            record, plan = planned or make()
+            record, plan = planned or plan_file()
             changes = changes_of(engine)
+            copied = None if early is None else early.staged
             if (
                 copied is not None
                 and copied.changes == changes
@@ -306,6 +309,21 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         except Exception as error:  # a schedule's state_dict runs code of its own
             logger.error("%s", self._failed(step, describe_error(error)))
         return None
+
+    def _plan_first(
+        self, plan_file: Callable[[], tuple[RankRecord, RankFile]], step: int
+    ) -> tuple[RankRecord, RankFile]:
+        """Choose the base folder by the sizes of the planned files, and the slot for the save of
+        ``step``. Return the plan and the record, which is of the attempt that the choice has
+        counted. Collective.
+        """
+        (record, plan), sizes = collective_try(
+            self._ranks, plan_file, after="Nothing was saved.", share=lambda made: made[1].file.size
+        )
+        self.choose_base(sizes)
+        self._choose_slot(step)
+        head = record.head and replace(record.head, attempt=self.attempt)
+        return replace(record, attempt=self.attempt, head=head), plan
 
     def _plan(
         self,
@@ -349,14 +367,14 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         """
         self._saver = saver
         step = engine.counters.global_steps
-        if self.saved_by_trainer and self.is_due(step) and self._copied_for_disk_at != step:
+        if self.saved_by_trainer and self.is_due(step) and self._early_copy(step) is None:
             self._wait_for_last()
-            self._staged = self._copied_for_disk = self._copy(engine, {}, {}, None)
-            self._copied_for_disk_at = step
+            self._staged = self._copy(engine, {}, {}, None)
+            self._early = EarlyCopy(step, self._staged)
         staged, self._staged = self._staged, None
         if staged is None or staged.changes != changes_of(engine):
             return None
-        self._ready_path = staged.path
+        self._read_by_disk = staged.path
         return staged
 
     def _copy_to_slot(
@@ -367,7 +385,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             self._clear_slot()
         path = self._slot_folder() / record.report.file.name
         record_path(path).unlink(missing_ok=True)  # from here on the old file counts no more
-        if path == self._ready_path and self._saver is not None and self._saver.is_writing():
+        if path == self._read_by_disk and self._saver is not None and self._saver.is_writing():
             here = self.hosts.ranks[self.hosts.names[self.rank]]
             if plan.file.size > folders.free(self.base) // len(here):
                 raise CheckpointError(
@@ -409,9 +427,9 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             if committed and staged is not None:
                 self.newest_id = staged.record.save_id
                 self._slot = 1 - self._slot
-                if self._rewound and self.acts_for_host:
+                if self._prevails and self.acts_for_host:
                     self._drop_later(step)
-                self._rewound = False
+                self._prevails = False
                 self._log_save(staged, step, stall, time.perf_counter() - started)
             elif self.rank == 0:
                 logger.error("%s", self._failed(step, "a rank could not write its part"))
@@ -477,7 +495,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             )
         collective_try(self._ranks, self.make_folder)
         self.mark()
-        self._own()
+        self.own()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
 
@@ -494,10 +512,11 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         after all ranks have loaded.
         """
         self.wait()
-        if goes_back and self._owns:
+        if goes_back and self.owns_generations:
             collective_try(self._ranks, partial(self._drop_after, step, attempt))
             self.newest_id = ""
-        self._last_step, self._rewound = -1, True
+        self._last_step, self._prevails = -1, True
+        self._early = None
         # a process that ends before `_drop_later` leaves the other branch, too
         self.attempt = max(self.attempt, attempt) + 1
 
@@ -520,16 +539,7 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
         earlier one instead if that has all copies, and this one does not.
         """
         self.newest_id, self._slot = save_id, -1
-        self._own()
-
-    def _own(self) -> None:
-        """Have the generations removed at a good end. Until then they are an earlier attempt's."""
-        if not self._owns:
-            self._owns = True
-            for base in self.bases:
-                folder = self.folder(base)
-                mark = folders.rank_mark(folder, self.rank)
-                native.release_at_exit(folder, self.job_folder(base), folders.IN_USE, mark)
+        self.own()
 
     @property
     def has_saved(self) -> bool:
@@ -555,25 +565,17 @@ class MemoryCheckpoints(ClaimedFolders, Generations):
             return
         failing = _is_failure(sys.exc_info()[1]) if failing is None else failing
         if self._running is not None:
-            try:
+            with suppress(TimeoutError):
                 self._running.result(ENDING_SECONDS if failing else None)
-            except TimeoutError:
-                pass
         self.transfers.close()
         self._files.close()
         self._exchange.close()
         if keep:
-            for base in self.bases:
-                own = folders.rank_mark(self.folder(base), self.rank)
-                with suppress(FileNotFoundError):  # nothing is in this folder
-                    own.with_name(f"{own.name}-keeps").touch()
+            self.keep_after_exit()
         if self._running is None or self._running.done():  # else the thread may still write
-            for mark in self._marks.values():
-                mark.close()
-            self._marks.clear()
-        if remove and self._owns and not failing and not keep:
-            for base in self.bases:
-                folders.release(self.folder(base), self.job_folder(base), self.rank)
+            self.give_up_marks()
+        if remove and self.owns_generations and not failing and not keep:
+            self.release_folders()
         _claimed.pop(self.place, None)
         self._is_closed = True
 

@@ -548,3 +548,24 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
         saves(engine, twice, True)
 
     attempt(setup, range(0), before=run)
+
+
+def test_a_copy_for_a_save_on_disk_ends_with_a_load(tmp_path: Path) -> None:
+    """The step comes again with other state: its generation has a save_id of its own."""
+    setup = Kept(1, 2, hosts="a").at(tmp_path)
+
+    def run(engine: Any, rank: int) -> None:
+        kept, folder = engine.generations, str(tmp_path / "run")
+        kept.leave_saves_to_trainer()
+        engine.save_checkpoint(str(tmp_path / "begin"))
+        setup.train(engine, rank, range(2))
+        engine.save_checkpoint(folder, blocking=False)
+        engine.wait_for_checkpoint()
+        engine.load_checkpoint(str(tmp_path / "begin"))
+        setup.train(engine, rank, range(2))
+        hf_zero.checkpoint.memory.save(engine)
+        kept.wait()
+        (saved,) = Path(folder).glob("global_step*")
+        assert kept.newest_id not in ("", read_manifest(saved / "manifest.json").save_id)
+
+    attempt(setup, range(0), before=run)
