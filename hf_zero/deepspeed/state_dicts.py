@@ -21,8 +21,8 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint
 from hf_zero.checkpoint.convert.targets import lock_if_supported, refuse_target
 from hf_zero.checkpoint.convert.torch_weights import write_torch_files
+from hf_zero.checkpoint.file_lock import FileLock
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.host_folders import FileLock
 from hf_zero.checkpoint.reader import ShardedCheckpoint
 from hf_zero.zero.layout.tree import map_tensors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.checkpoint.host_folders import SaveLog
+from hf_zero.checkpoint.save_log import SaveLog
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_zero.checkpoint import host_folders
-from hf_zero.checkpoint.host_folders import FileLock
+from hf_zero.checkpoint import file_lock
+from hf_zero.checkpoint.file_lock import FileLock
 from hf_zero.errors import CheckpointError
 
 
@@ -107,7 +107,7 @@ def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
             os.close(descriptor)
 
 
-@pytest.mark.parametrize("code", host_folders.NO_LOCKS)
+@pytest.mark.parametrize("code", file_lock.NO_LOCKS)
 def test_a_file_system_without_locks_is_named(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,10 @@ import pytest
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.host_folders import SaveLog, job_identity
+from hf_zero.checkpoint.host_folders import job_identity
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.manifest_reading import read_manifest
+from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import trained
 from tests.helpers.commands import end_group
@@ -41,7 +42,7 @@ time.sleep(600)
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of this test alone, in place of the one of this host."""
-    monkeypatch.setattr("hf_zero.checkpoint.host_folders._folder", lambda: tmp_path / "saves")
+    monkeypatch.setattr("hf_zero.checkpoint.save_log._folder", lambda: tmp_path / "saves")
     return tmp_path / "saves"
 
 

@@ -32,7 +32,7 @@ ENDS = {
     "offload/nvme.py:wait": "the requests to the kernel",
     "offload/nvme_files.py:_nameless_file": "in each round another process has removed the file",
     "offload/update_gathers.py:_run": "UpdateGathers.close",
-    "checkpoint/host_folders.py:on_current": "in each round another process has removed the file",
+    "checkpoint/file_lock.py:on_current": "in each round another process has removed the file",
     "ops/files_reference.py:_serve": "the end of its queue",
     "ops/files_reference.py:wait": "the transfer, which the end of its queue cancels",
 }

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.checkpoint import host_folders
+from hf_zero.checkpoint import file_lock
 from tests.protocols.simulation import Simulation, running
 
 CALLS = ("open", "mkdir", "rmdir", "rename", "replace", "unlink", "write")
@@ -197,7 +197,7 @@ def scheduled() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(os, "scandir", scanned)
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(os, "close", LOCKS.close)
-        patch.setattr(host_folders, "_open", PerProcess("_open", _descriptors))
+        patch.setattr(file_lock, "_open", PerProcess("_open", _descriptors))
         opening = _opening(io.open)
         patch.setattr(io, "open", opening)
         patch.setattr(builtins, "open", opening)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from hf_zero.checkpoint import host_folders
+from hf_zero.checkpoint import save_log
 from hf_zero.checkpoint.convert.targets import LOCK, lock_folder
 from hf_zero.checkpoint.failures import collective_try
-from hf_zero.checkpoint.host_folders import SaveLog
 from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.deepspeed import state_dicts
 from hf_zero.errors import CheckpointError
 from tests.protocols import memory
@@ -116,9 +116,9 @@ JOBS = {
 def processes() -> Iterator[None]:
     with memory.processes() as patch:
         patch.setattr(folders, "CLAIM_SECONDS", PATIENCE)
-        patch.setattr(host_folders, "_folder", lambda: _folders._value())
-        patch.setattr(host_folders, "_job", job)
-        patch.setattr(host_folders, "_is_related", lambda writer: writer.job == job())
+        patch.setattr(save_log, "_folder", lambda: _folders._value())
+        patch.setattr(save_log, "_job", job)
+        patch.setattr(save_log, "_is_related", lambda writer: writer.job == job())
         yield
 
 

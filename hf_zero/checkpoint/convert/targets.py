@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.host_folders import FileLock
+from hf_zero.checkpoint.file_lock import FileLock
 from hf_zero.checkpoint.storage import (
     AnyPath,
     fsync_path,

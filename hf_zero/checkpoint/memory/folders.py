@@ -34,9 +34,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_zero.checkpoint.file_lock import FileLock
 from hf_zero.checkpoint.host_folders import (
     CLAIM_SECONDS,
-    FileLock,
     is_in_memory,
     lock_in,
     refuse_foreign,

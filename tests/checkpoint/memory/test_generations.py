@@ -889,3 +889,13 @@ def test_clean_takes_no_mark_that_is_not_a_file(tmp_path: Path) -> None:
     if os.getuid() == 0:  # another user's folder of this user's name
         os.chown(job, 65534, 65534)
         assert remove().exit_code == 0 and job.exists()
+
+
+def test_a_mount_point_with_a_space_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("disk / ext4 rw 0 0\nram /mnt/ram\\040disk tmpfs rw 0 0\n")
+    monkeypatch.setattr(host_folders, "MOUNTS", mounts)
+    assert host_folders.is_in_memory(Path("/mnt/ram disk/job"))
+    assert not host_folders.is_in_memory(Path("/mnt/ram/job"))
