@@ -24,9 +24,8 @@ from packaging.version import Version
 
 from hf_zero.errors import VerificationError
 from hf_zero.integrations import finder, seams
-from hf_zero.loading import LazyTensor, make_pending
+from hf_zero.loading import LazyTensor, make_pending, read_pending
 from hf_zero.loading.expressions import InMemory
-from hf_zero.loading.lazy import read_pending
 from hf_zero.logging import logger
 from hf_zero.techniques.blocks import first_of, hidden_state, stacked_blocks
 from hf_zero.techniques.token_cut import TokenCut

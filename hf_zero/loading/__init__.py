@@ -3,7 +3,8 @@ own elements.
 """
 
 from hf_zero.loading.building import Building, give_values, record_in, recorded
-from hf_zero.loading.lazy import LazyTensor, Opened, make_pending, make_real, read_pending
+from hf_zero.loading.lazy import LazyTensor
+from hf_zero.loading.pending import Opened, make_pending, make_real, read_pending
 
 __all__ = [
     "Building",

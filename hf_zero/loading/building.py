@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.loading.expressions import Filled
-from hf_zero.loading.lazy import SET_DATA, LazyTensor, fill, is_filled, make_pending, make_real
+from hf_zero.loading.lazy import SET_DATA, LazyTensor, fill, is_filled
+from hf_zero.loading.pending import make_pending, make_real
 from hf_zero.logging import first_line
 from hf_zero.zero.engine_parts import ModelWrapper
 
@@ -61,23 +62,19 @@ class _WithoutMemory(TorchDispatchMode):
         self, func: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _FACTORIES and not self._pauses():
-            dtype = kwargs.get("dtype") or _default_dtype(func, args)
-            nbytes = math.prod(args[0]) * dtype.itemsize
-            plain = torch.device(kwargs.get("device") or "cpu").type == "cpu" and kwargs.get(
-                "layout"
-            ) in (None, torch.strided)
-            if (
-                plain
-                and dtype.is_floating_point
-                and nbytes >= SMALL_BYTES
-                and not kwargs.get("pin_memory")
-            ):
-                self._left -= nbytes
-                if self._left < 0:
-                    tensor = LazyTensor(Filled(args[0], dtype))
-                    values = _FACTORIES[func](args)
-                    return tensor if values is None else fill(tensor, values)
+        if func not in _FACTORIES or self._pauses():
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype") or _default_dtype(func, args)
+        nbytes = math.prod(args[0]) * dtype.itemsize
+        on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        strided = kwargs.get("layout") in (None, torch.strided)
+        large = dtype.is_floating_point and nbytes >= SMALL_BYTES
+        if on_cpu and strided and large and not kwargs.get("pin_memory"):
+            self._left -= nbytes
+            if self._left < 0:
+                tensor = LazyTensor(Filled(args[0], dtype))
+                values = _FACTORIES[func](args)
+                return tensor if values is None else fill(tensor, values)
         return func(*args, **kwargs)
 
 
@@ -190,9 +187,10 @@ def give_values(model: nn.Module) -> None:
 
 
 def _rule(model: nn.Module) -> Callable[[], None]:
-    whole = getattr(model, "initialize_weights", None)
-    if callable(whole):
-        return whole
+    """Return the function that initializes ``model``; raise ConfigError for modules without one."""
+    initialize = getattr(model, "initialize_weights", None)
+    if callable(initialize):
+        return initialize
     owners = [module for module in model.modules() if next(_own(module), None) is not None]
     rules = [
         next(
@@ -219,6 +217,9 @@ def _rule(model: nn.Module) -> Callable[[], None]:
 
 
 def _make_fillable(model: nn.Module, initialize: Callable[[], None]) -> None:
+    """Replace the tensors of ``model`` by lazy ones, and record ``initialize`` on them. Raises
+    ConfigError for tensors that it does not reach.
+    """
     tensors_by_id: dict[int, LazyTensor | nn.Parameter] = {}
     for tensors, name, tensor in _tensors(model):
         if id(tensor) not in tensors_by_id:
@@ -246,9 +247,9 @@ def _make_fillable(model: nn.Module, initialize: Callable[[], None]) -> None:
 
 
 _lock = threading.Lock()
-_tables: list[dict[str, Any]] = [vars(nn.init)]
-_kept: list[dict[str, object]] = []
-_recorders = 0
+_tables: list[dict[str, Any]] = [vars(nn.init)]  # namespaces whose functions are replaced
+_originals: list[dict[str, object]] = []  # of each of these, while a context is open
+_open_contexts = 0
 
 
 def record_in(table: dict[str, object]) -> None:
@@ -265,27 +266,27 @@ def recording_functions() -> Iterator[None]:
     """Defer ``torch.nn.init``'s functions on lazy tensors as a whole within the ``with`` block:
     some of them inspect the numbers they have drawn.
     """
-    global _recorders
+    global _open_contexts
     with _lock:
-        _recorders += 1
-        if _recorders == 1:
+        _open_contexts += 1
+        if _open_contexts == 1:
             for table in _tables:
                 originals = {
                     name: value
                     for name, value in table.items()
                     if name.endswith("_") and not name.startswith("_") and callable(value)
                 }
-                _kept.append(originals)
+                _originals.append(originals)
                 table.update({name: recorded(function) for name, function in originals.items()})
     try:
         yield
     finally:
         with _lock:
-            _recorders -= 1
-            if _recorders == 0:
-                for table, originals in zip(_tables, _kept):
+            _open_contexts -= 1
+            if _open_contexts == 0:
+                for table, originals in zip(_tables, _originals):
                     table.update(originals)
-                _kept.clear()
+                _originals.clear()
 
 
 def recorded(function: Callable[..., object]) -> Callable[..., object]:

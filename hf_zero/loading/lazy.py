@@ -1,5 +1,4 @@
-"""A tensor that a model loader can rename, cut, join and cast before it is read, checkpoint files
-opened for it, and the conversion of the lazy tensors in a loaded model.
+"""A tensor that a model loader can rename, cut, join and cast before it is read.
 
 :class:`LazyTensor` is a wrapper subclass: every operation on it arrives in ``__torch_dispatch__``
 and extends an expression (expressions.py) instead of touching memory. Outwardly it is contiguous,
@@ -8,30 +7,25 @@ even if it is a view; a view of one under initialization has its own strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import PartitionError
 from hf_zero.loading.expressions import (
     Cast,
     Computed,
     Expression,
     Filled,
-    InFile,
     InMemory,
     Joined,
     Strided,
     strided_like,
 )
-from hf_zero.zero.layout.initial_values import pending, source_of, without_repeats
-from hf_zero.zero.layout.parameter_classes import parameter_classes
+from hf_zero.zero.layout.initial_values import without_repeats
 
 aten = torch.ops.aten
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -137,31 +131,38 @@ class LazyTensor(torch.Tensor):
         if func is aten.equal.default:
             return _same_values(*args)
         if func._schema.is_mutable:
-            written = _written(func, args, kwargs)
-            if written is None:
-                return _computed_now(func, args, kwargs)
-            if is_filled(written):
-                if written is args[0] and _is_in_place(func):
-                    return _filled(func, args, kwargs)
-                if func is aten.set_.source_Tensor:
-                    if _expression(args[1]).place != written.expression.place:
-                        written.data = args[1]
-                    return written
-                if written is args[0] and _keeps_layout(func, args, kwargs):
-                    return written
-                raise PartitionError(
-                    f"{func} cannot change a weight of shape {tuple(written.shape)} while its "
-                    "model is built in shards; write its values in place, as by "
-                    "weight.copy_(values), or set weight.data = values"
-                )
-            raise PartitionError(
-                f"{func} writes into a weight of shape {tuple(written.shape)} that is still in its "
-                "file; load this model with zero stage 2, or "
-                "outside the ZeRO-3 configuration, and shard it at initialize"
-            )
+            return _changed(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags or not _is_view(func):
             return _computed(func, args, kwargs)
         return _viewed(func, args, kwargs)
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> object:
+    """Record a write into a tensor under initialization. Raise PartitionError for other changes of
+    one, and for a write into a tensor of a file.
+    """
+    written = _written(func, args, kwargs)
+    if written is None:
+        return _computed_now(func, args, kwargs)
+    if not is_filled(written):
+        raise PartitionError(
+            f"{func} writes into a weight of shape {tuple(written.shape)} that is still in its "
+            "file; load this model with zero stage 2, or "
+            "outside the ZeRO-3 configuration, and shard it at initialize"
+        )
+    if written is args[0] and _is_in_place(func):
+        return _filled(func, args, kwargs)
+    if func is aten.set_.source_Tensor:
+        if _expression(args[1]).place != written.expression.place:
+            written.data = args[1]
+        return written
+    if written is args[0] and _keeps_layout(func, args, kwargs):
+        return written
+    raise PartitionError(
+        f"{func} cannot change a weight of shape {tuple(written.shape)} while its model is built "
+        "in shards; write its values in place, as by weight.copy_(values), or set weight.data = "
+        "values"
+    )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> LazyTensor | None:
@@ -423,90 +424,3 @@ def _shape_of(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return value
-
-
-class Opened:
-    """The tensors of checkpoint files, unread, as ``tensors`` by name. Open until :meth:`close`.
-
-    From safetensors each rank reads the ranges it needs. ``.bin`` files (read with weights_only)
-    are mapped into memory, or read whole by every rank if they are of torch's oldest format, which
-    cannot be mapped.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._files: list[TensorFile] = []
-
-    def add(self, paths: Iterable[str]) -> None:
-        """Open ``paths``. If several have a name, the last one counts."""
-        for path in map(Path, paths):
-            if path.suffix == ".safetensors":
-                file = TensorFile(path)
-                self._files.append(file)
-                self.tensors.update({name: LazyTensor(InFile(file, name)) for name in file.entries})
-            else:
-                values = _load_bin(path).items()  # such as a number of the script, too
-                self.tensors.update(
-                    (name, LazyTensor(InMemory(value)))
-                    for name, value in values
-                    if isinstance(value, torch.Tensor)
-                )
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-        self.tensors.clear()
-
-
-def _load_bin(path: Path) -> dict[str, object]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):
-            raise
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def make_real(model: nn.Module) -> None:
-    """Read the lazy buffers of ``model`` whole: the initialization computes with their values."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, LazyTensor):
-                real = buffer.read_whole()
-                # without this flag transformers would initialize the buffer again
-                initialized = getattr(buffer, "_is_hf_initialized", False)
-                real._is_hf_initialized = initialized  # type: ignore[attr-defined]
-                module._buffers[name] = real
-
-
-def make_pending(model: nn.Module) -> int:
-    """Replace the lazy parameters of ``model`` by pending ones, which an engine fills, and return
-    the number of pending ones. Tied parameters stay tied.
-    """
-    parameters: dict[int, nn.Parameter] = {}
-    classes = parameter_classes()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if not isinstance(parameter, LazyTensor):
-                classes.make_pending(parameter, _expression_of)
-                continue
-            if id(parameter) not in parameters:
-                new = pending(parameter.shape, parameter.expression)
-                new.requires_grad_(parameter.requires_grad)
-                # the flag by which transformers skips initialization
-                new._is_hf_initialized = True  # type: ignore[attr-defined]
-                parameters[id(parameter)] = new
-            module._parameters[name] = parameters[id(parameter)]
-    return sum(source_of(parameter) is not None for parameter in model.parameters())
-
-
-def _expression_of(tensor: torch.Tensor) -> Expression | None:
-    return tensor.expression if isinstance(tensor, LazyTensor) else None
-
-
-def read_pending(model: nn.Module) -> None:
-    """Read the values of the pending parameters of ``model`` now."""
-    for parameter in model.parameters():
-        source = parameter.__dict__.pop("_hf_zero_source", None)
-        if source is not None:
-            parameter.data = source.whole()

@@ -48,19 +48,9 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    hidden,
-    weight,
-    bias,
-    labels,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    scale,
-    rows,
-    for_hidden,
-    for_weight,
-    for_bias,
-):  # type: ignore[no-untyped-def]
+    hidden: torch.Tensor, weight: torch.Tensor, *settings: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, for_hidden, for_weight, for_bias = settings
     dtype = accumulator_dtype(hidden.dtype)
     return (
         hidden.new_empty((), dtype=dtype),
@@ -90,7 +80,7 @@ def _log_probs(
 
 
 @_log_probs.register_fake
-def _(hidden, weight, bias, labels, ignore_index, softcap, scale, rows):
+def _(hidden: torch.Tensor, *_settings: object) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs = hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype))
     return log_probs, torch.empty_like(log_probs)
 
@@ -135,20 +125,9 @@ def _log_probs_backward(
 
 @_log_probs_backward.register_fake
 def _(
-    grad,
-    hidden,
-    weight,
-    bias,
-    labels,
-    lse,
-    ignore_index,
-    softcap,
-    scale,
-    rows,
-    for_hidden,
-    for_weight,
-    for_bias,
-):  # type: ignore[no-untyped-def]
+    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, *settings: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, for_hidden, for_weight, for_bias = settings
     return (
         hidden.new_empty(hidden.shape if for_hidden else 0),
         hidden.new_empty(weight.shape if for_weight else 0),

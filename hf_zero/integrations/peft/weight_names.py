@@ -8,7 +8,7 @@ own: the weights of adapters are gathered first, and those of the base bucket by
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -44,58 +44,44 @@ class AdapterNames(Names):
     """
 
     def __init__(self, model: PeftModel, merged: bool):
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._prefix = next(
             f"{path}." if path else "" for path, module in model.named_modules() if module is base
         )
+        self.form = ("hf", merged, *_active(model))
         # tied parameters have several names: the first one stands for all
         first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._layers: list[AdaptedLayer] = []  # those whose adapters are active and not merged
-        adapters: set[str] = set()
-        of_base: set[str] = set()
-        for layer in (m for m in model.modules() if isinstance(m, BaseTunerLayer)):
-            in_base = layer.get_base_layer().named_parameters()
-            paths = {first_names[id(parameter)]: path for path, parameter in in_base}
-            names = {id(parameter): first_names[id(parameter)] for parameter in layer.parameters()}
-            of_base.update(paths)
-            adapters.update(name for name in names.values() if name not in paths)
-            if not (layer.merged or layer.disable_adapters):
-                self._layers.append(AdaptedLayer(layer, paths, names))
-        self.form = ("hf", merged, *_active(model))
-        # first names of parameters that are not sent under names of the base model
-        self._dropped = adapters | {
-            name for name in first_names.values() if not name.startswith(self._prefix)
+        layers = _adapted_layers(model, first_names)
+        of_base = {name for adapted in layers for name in adapted.base_paths}
+        adapters = {
+            name
+            for adapted in layers
+            for name in adapted.names.values()
+            if name not in adapted.base_paths
         }
+        # those whose adapters are active and not merged
+        self._layers = [
+            adapted
+            for adapted in layers
+            if not (adapted.layer.merged or adapted.layer.disable_adapters)
+        ]
         unused = tuple(_unused_copies(model, merged))
         used: dict[str, list[str]] = {name: [] for name in first_names.values()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not name.startswith(unused):
                 used[first_names[id(parameter)]].append(name)
-        self._dropped.update(name for name, others in used.items() if not others)
+        # first names of parameters that are not sent under names of the base model
+        self._dropped = adapters | {
+            name for name, others in used.items() if not others or not name.startswith(self._prefix)
+        }
         # tied parameters whose first name is in an unused copy, and another name of each
         self._tied = {
             name: others[0] for name, others in used.items() if others and name.startswith(unused)
         }
-        self._apart: dict[str, str] = {}
+        self._apart = {} if merged else _names_in_files(model, of_base)
         if merged:
             self.held = frozenset(adapters)
             self.merged = frozenset(name for adapted in self._layers for name in adapted.base_paths)
-        else:
-            active = model.active_adapters
-            files = described(model, {*persistent_buffers(model)})
-            for adapter in active() if callable(active) else active:
-                if adapter not in files:
-                    raise ConfigError(
-                        f"iter_weights(adapters='apart'): PEFT computes the file of adapter "
-                        f"{adapter!r}, so that its tensors have no names; pass adapters='merged', "
-                        "or names='model'"
-                    )
-                _, names_in_file = files[adapter]
-                self._apart |= {
-                    name: in_file for in_file, name in names_in_file.items() if name not in of_base
-                }
 
     def sent(self, path: str, name: str) -> str | None:
         if path in self._apart:
@@ -128,6 +114,37 @@ class AdapterNames(Names):
             base = dict(twin.get_base_layer().named_parameters())
             result.update((name, base[path].data) for name, path in paths.items() if name in sent)
         return result
+
+
+def _adapted_layers(model: nn.Module, first_names: Mapping[int, str]) -> list[AdaptedLayer]:
+    """Return the layers of ``model`` with adapters; ``first_names``: of its parameters, by id."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = []
+    for layer in (m for m in model.modules() if isinstance(m, BaseTunerLayer)):
+        in_base = layer.get_base_layer().named_parameters()
+        paths = {first_names[id(parameter)]: path for path, parameter in in_base}
+        names = {id(parameter): first_names[id(parameter)] for parameter in layer.parameters()}
+        layers.append(AdaptedLayer(layer, paths, names))
+    return layers
+
+
+def _names_in_files(model: PeftModel, of_base: Collection[str]) -> dict[str, str]:
+    """Return the names in their files of the parameters of active adapters, but for those
+    ``of_base``. Raises ConfigError for an adapter whose file PEFT computes.
+    """
+    active = model.active_adapters
+    files = described(model, {*persistent_buffers(model)})
+    names: dict[str, str] = {}
+    for adapter in active() if callable(active) else active:
+        if adapter not in files:
+            raise ConfigError(
+                f"iter_weights(adapters='apart'): PEFT computes the file of adapter {adapter!r}, "
+                "so that its tensors have no names; pass adapters='merged', or names='model'"
+            )
+        _, in_file = files[adapter]
+        names |= {name: sent for sent, name in in_file.items() if name not in of_base}
+    return names
 
 
 def _active(model: nn.Module) -> Iterator[tuple[object, ...]]:
@@ -170,12 +187,9 @@ def _twin(module: M, whole: Mapping[int, torch.Tensor | None]) -> M:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             value = whole[id(parameter)]
-            value_or_zeros = (
-                torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                if value is None
-                else value
-            )
-            parameter = nn.Parameter(value_or_zeros, requires_grad=False)
+            if value is None:
+                value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            parameter = nn.Parameter(value, requires_grad=False)
         parameters[name] = parameter
     twin.__dict__["_parameters"] = parameters
     twin.__dict__["_modules"] = {
