@@ -158,8 +158,7 @@ class ParallelDims:
 
     def sets_along(self, axis: str) -> list[tuple[int, ...]]:
         """Return the sets of ranks that differ along ``axis`` only, by their first ranks."""
-        order = _order_of(axis)
-        return self._agreeing(tuple(a for a in order if a != axis))
+        return self._agreeing(tuple(a for a in _order_of(axis) if a != axis))
 
     def sets_sharing(self, axes: tuple[str, ...] = ()) -> list[tuple[int, ...]]:
         """Return the sets of ranks that :meth:`ranks_sharing` returns, by their first ranks."""

@@ -261,8 +261,7 @@ def _issue(
         if layout.num_shards > 1:
             pairs.setdefault(flat.mesh.shard, []).append((whole, own))
     keys = "..".join(dict.fromkeys(flat.key for flat in (*group[:1], *group[-1:])))
-    handles = [dim.all_gather(each, f"whole {keys}") for dim, each in pairs.items()]
-    return handles, buffers
+    return [dim.all_gather(each, f"whole {keys}") for dim, each in pairs.items()], buffers
 
 
 def _wait(gathering: _Gathering) -> None:

@@ -274,6 +274,11 @@ class GradientBuffer:
         self.zeroed &= self.present
         self.used = self.zeroed
 
+    def restore_zeros(self, present: Collection[str], zeroed: Collection[str]) -> None:
+        """Continue, after a rebuild, with parameters that have had gradients, or zeros."""
+        self.present = self.bits_of(present)
+        self.zeroed = self.used = self.bits_of(zeroed)
+
     def names_of(self, bits: int) -> frozenset[str]:
         """Return the names of the parameters in ``bits``."""
         return frozenset(s.name for at, s in enumerate(self.layout.slots) if bits >> at & 1)

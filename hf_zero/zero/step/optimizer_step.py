@@ -101,9 +101,8 @@ class OptimizerStep:
     def restore(self, kept: KeptOfStep) -> None:
         """Continue with what the step of the engine before a rebuild has kept."""
         max_norm, last, self.lr_scale, self.applied, (present, zeroed) = kept
-        for gradient in (flat.gradient for flat in self.model.trainable):
-            gradient.present = gradient.bits_of(present)
-            gradient.used = gradient.zeroed = gradient.bits_of(zeroed)
+        for flat in self.model.trainable:
+            flat.gradient.restore_zeros(present, zeroed)
         self.gradient.clip_to(max_norm)
         self.gradient.record(last)
 
