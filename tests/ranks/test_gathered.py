@@ -45,6 +45,16 @@ def test_whole_inside_and_released_after(rank, model):
     run_steps(engine, rank, [0])
 
 
+@on_each_rank(RANKS)
+def test_values_without_storage_are_computed_inside(rank, model):
+    """Under vmap, and sparse ones."""
+    start(model, adamw(model), config_of(3))
+    up, rows = model.blocks[1].up, torch.randn(3, model.blocks[1].up.in_features)
+    with hf_zero.GatheredParameters(up.parameters()), torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(up)(rows), up(rows))
+        assert torch.equal(up.weight.to_sparse().to_dense(), up.weight)
+
+
 @in_turn("stage", (0, 3))
 @on_each_rank(RANKS)
 def test_what_is_not_written_keeps_its_master(rank, model, stage):

@@ -342,7 +342,8 @@ class FlatBuffer:
     def mark_views(self, tensors: Sequence[torch.Tensor]) -> None:
         """Mark the gathered values as aliased if one of ``tensors`` is a view of them."""
         storage = self.full.untyped_storage()._cdata
-        plain = (tensor for tensor in tensors if type(tensor) is torch.Tensor)
+        # sparse tensors, and those under vmap, have no storage
+        plain = (t for t in tensors if type(t) is torch.Tensor and torch._C._has_storage(t))
         if any(tensor.untyped_storage()._cdata == storage for tensor in plain):
             self.guard.mark_aliased()
 
