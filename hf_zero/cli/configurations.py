@@ -61,22 +61,25 @@ def explain(
     from hf_zero.optim.build import refused
 
     rows = ZeroConfig.coerce(file, allow_auto=True, check=refused).explain(ranks, refused)
-    if other is not None:
-        others = ZeroConfig.coerce(other, allow_auto=True, check=refused).explain(ranks, refused)
-        _compare(file, rows, other, others, as_json)
-        return
+    wrong = [row.key for row in rows if row.note.startswith(REFUSED)]
     keys = BATCH if ranks is not None else ()
     shown = rows if every else written(rows, *keys)
-    wrong = [row.key for row in rows if row.note.startswith(REFUSED)]
-    if as_json:
+    if other is not None:
+        if every:
+            raise ConfigError("--all lists the keys of one file; leave it or the second file out")
+        others = ZeroConfig.coerce(other, allow_auto=True, check=refused).explain(ranks, refused)
+        _compare(file, rows, other, others, as_json)
+        wrong = [f"{key} of {file}" for key in wrong]
+        wrong += [f"{row.key} of {other}" for row in others if row.note.startswith(REFUSED)]
+    elif as_json:
         print_json([row._asdict() for row in shown])
     else:
         print(file, *(_line(row, file) for row in shown), sep="\n")
         if len(shown) < len(rows):
             print(f"{len(rows) - len(shown)} more keys have their defaults: --all shows them")
-        if wrong:
-            print(f"a run refuses {', '.join(wrong)}")
     if wrong:
+        if not as_json:
+            print(f"a run refuses {', '.join(wrong)}")
         raise typer.Exit(1)
 
 
@@ -152,12 +155,14 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
 
     Example: hf-zero migrate fsdp.yaml -o zero3.yaml
     """
-    from hf_zero.config.files import dump, load_file, refuse_existing, write_new
+    from hf_zero.config.files import JSON, YAML, dump, load_file, refuse_existing, write_new
     from hf_zero.config.migrating import migrate
     from hf_zero.optim.build import refused
 
     migration = migrate(load_file(file), f"config file {file}", refused)
     if out is not None:
+        if out.suffix not in JSON + YAML:
+            raise ConfigError(f"-o {out}: the suffix decides the format; write .json or .yaml")
         refuse_existing(out)
     suffix = Path(file).suffix if out is None else out.suffix
     text = dump(migration.after, suffix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_zero.config.feature_rows import FeatureSection
@@ -12,6 +13,7 @@ from hf_zero.config.value_types import (
     PATH,
     TEXT,
     ValueType,
+    choice,
     integer,
     key,
     number,
@@ -65,6 +67,13 @@ class TraceSection(FeatureSection):
 _WITHOUT_LOG = without("comms_logger.enabled")
 
 
+def _beside_all(values: Mapping[str, object]) -> str:
+    """Return why names of collectives have no effect: all are measured."""
+    if values.get("comms_logger.prof_all") is False:
+        return _WITHOUT_LOG(values)
+    return _WITHOUT_LOG(values) or "comms_logger.prof_all is true; write false"
+
+
 @dataclass(frozen=True)
 class CommsLoggerSection(FeatureSection):
     """Settings of the log of collectives."""
@@ -75,7 +84,7 @@ class CommsLoggerSection(FeatureSection):
     verbose: bool = key(BOOLEAN, False, idle=_WITHOUT_LOG)
     prof_all: bool = key(BOOLEAN, True, idle=_WITHOUT_LOG)
     debug: bool | None = key(BOOLEAN)
-    prof_ops: tuple[str, ...] = key(NAMES, (), idle=_WITHOUT_LOG)
+    prof_ops: tuple[str, ...] = key(NAMES, (), idle=_beside_all)
 
 
 _WITHOUT_PROFILE = without("flops_profiler.enabled")
@@ -149,4 +158,4 @@ class CometSection(FeatureSection):
     experiment_name: str | None = key(TEXT, None, idle=_comet)
     experiment_key: str | None = key(TEXT, None, idle=_comet)
     online: bool | None = key(BOOLEAN, None, idle=_comet)
-    mode: str | None = key(TEXT, None, idle=_comet)
+    mode: str | None = key(choice("get_or_create", "get", "create"), None, idle=_comet)

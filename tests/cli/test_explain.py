@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.cli.invoked import invoke
+from tests.cli.invoked import invoke, refusal
 
 
 def written(folder: Path, content: dict[str, Any]) -> str:
@@ -59,3 +59,31 @@ def test_how_two_configurations_differ() -> None:
     assert row == {"key": "zero_optimization.stage", "zero1": 1, "zero3": 3}
     assert "zero_optimization.stage" in invoke("explain", "zero1", "zero3")
     assert "zero1 and zero1 mean the same" in invoke("explain", "zero1", "zero1")
+
+
+def test_two_configurations_of_which_a_run_refuses_one(tmp_path: Path) -> None:
+    """On either side, and in JSON, too."""
+    bad = written(tmp_path, {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}})
+    for files in ((bad, "zero3"), ("zero3", bad)):
+        said = invoke("explain", *files, ends_with=1)
+        assert said.endswith(f"a run refuses optimizer.params of {bad}\n")
+        assert json.loads(invoke("explain", *files, "--json", ends_with=1))
+    assert "leave it or the second file out" in refusal("explain zero1 zero3 --all")
+
+
+def test_names_of_collectives_have_no_effect_beside_all(tmp_path: Path) -> None:
+    for prof_all, note in (
+        ({}, "no effect: comms_logger.prof_all is true; write false"),
+        ({"prof_all": False}, "names of the collectives"),
+    ):
+        section = {"enabled": True, "prof_ops": ["all_reduce"], **prof_all}
+        found = rows(written(tmp_path, {"comms_logger": section}))
+        assert found["comms_logger.prof_ops"]["note"].startswith(note)
+
+
+def test_migrate_writes_files_that_can_be_read(tmp_path: Path) -> None:
+    file, out = written(tmp_path, {"zero_optimization": {"stage": 3}}), tmp_path / "x.txt"
+    assert "x.txt: the suffix decides the format; write .json" in refusal(
+        f"migrate {file} -o {out}"
+    )
+    assert not out.exists()

@@ -21,6 +21,7 @@ VALUES: dict[str, list[Any]] = {
     "one of '1f1b', 'gpipe', 'interleaved_1f1b'": ["1f1b", "GPipe"],
     "one of 'step'": ["step", "Step"],
     "one of 'mean', 'sum'": ["sum", "mean"],
+    "one of 'get_or_create', 'get', 'create'": ["get", "CREATE"],
     "one of 'fast', 'python'": ["FAST", "python"],
     "one of 'replica', 'socket', 'machine'": ["replica", "MACHINE"],
     "an integer from 1 to 65535": [29501, 1],

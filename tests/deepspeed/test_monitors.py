@@ -147,6 +147,11 @@ def test_sections_and_monitors_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert rows == [["step", "lr"], ["8", "0.5"], ["16", "0.25"]]
 
 
+def test_a_mode_that_comet_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"comet\.mode = 'resume' .* one of 'get_or_create'"):
+        ZeroConfig.from_dict({"comet": {"enabled": True, "mode": "resume"}})
+
+
 def test_the_key_of_an_account_is_not_logged() -> None:
     config = ZeroConfig.from_dict({"comet": {"enabled": True, "api_key": "secret", "project": "x"}})
     assert config.comet.api_key == "secret"
