@@ -163,8 +163,8 @@ def _call(
         return function(*values[:first], **kwargs)
 
 
-def _unchanged(function: Callable[..., object]) -> Callable[..., object]:
-    """Return ``function`` with ConfigError for a saved result that the block changes in place."""
+def _unchanged(function: Callable[..., object], block: nn.Module) -> Callable[..., object]:
+    """Return ``function`` with ConfigError for a saved result that ``block`` changes in place."""
 
     def run(*args: object, **kwargs: object) -> object:
         try:
@@ -172,11 +172,10 @@ def _unchanged(function: Callable[..., object]) -> Callable[..., object]:
         except RuntimeError as error:
             if "selective activation checkpoint has been mutated" not in str(error):
                 raise
-            name = type(getattr(function, "__self__", function)).__name__
             raise ConfigError(
-                f'activation_checkpointing.blocks is "selective", and {name} changes the result '
-                "of a matrix product or of attention in place, which the backward needs as it "
-                "was; set blocks to true, or compute a new tensor there"
+                f'activation_checkpointing.blocks is "selective", and {type(block).__name__} '
+                "changes the result of a matrix product or of attention in place, which the "
+                "backward needs as it was; set blocks to true, or compute a new tensor there"
             ) from error
 
     return run
@@ -185,17 +184,18 @@ def _unchanged(function: Callable[..., object]) -> Callable[..., object]:
 def _checkpoint(
     function: Callable[..., object],
     timing: Timing | None,
-    selective: bool,
+    selective: nn.Module | None,
     args: tuple[object, ...],
     kwargs: dict[str, Any],
 ) -> object:
+    """Checkpoint a call of ``function``, of the block ``selective`` without what costs FLOPs."""
     values = (*args, *kwargs.values())
     function = repeatable(function)
     # torch.compile recognizes a context_fn only in the call itself.
-    if selective:
+    if selective is not None:
         return torch.utils.checkpoint.checkpoint(
             _call,
-            function if torch.compiler.is_compiling() else _unchanged(function),
+            function if torch.compiler.is_compiling() else _unchanged(function, selective),
             timing,
             tuple(kwargs),
             *values,
@@ -226,7 +226,7 @@ def checkpoint(
         finally:
             _inside.depth -= 1
 
-    return _checkpoint(alone, timing, False, args, kwargs)
+    return _checkpoint(alone, timing, None, args, kwargs)
 
 
 def _is_cache(value: object) -> bool:
@@ -250,7 +250,7 @@ class _Checkpointed(Override):
         if (
             not torch.is_grad_enabled()
             or transformed()
-            or blocks.left_to_model
+            or not blocks.recompute
             or not (torch.compiler.is_compiling() or _alone())
         ):
             return self._fn(*args, **kwargs)
@@ -266,7 +266,8 @@ class _Checkpointed(Override):
                 }
                 if kwargs.get("use_cache"):
                     kwargs["use_cache"] = False
-        return _checkpoint(self._fn, blocks.timing, blocks.selective, args, kwargs)
+        selective = block if blocks.selective else None
+        return _checkpoint(self._fn, blocks.timing, selective, args, kwargs)
 
 
 def _alone() -> bool:
@@ -307,7 +308,7 @@ class Checkpoints:
         device: torch.device,
         tells: bool = True,
     ):
-        self.left_to_model = False
+        self.recompute = self.left_to_model = False
         self.timing = (
             Timing(device, section.profile, tells)
             if section.profile or section.synchronize
@@ -324,7 +325,7 @@ class Checkpoints:
         for block in blocks:
             block.forward = _Checkpointed(self, block)  # type: ignore[method-assign, assignment]
         self.look()
-        if blocks and tells and not self.left_to_model:
+        if self.recompute and tells:
             how = "all but products and attention of " if section.selective else ""
             logger.info(
                 "activation checkpointing: the backward recomputes %s%d blocks", how, len(blocks)
@@ -333,11 +334,14 @@ class Checkpoints:
     @property
     def on(self) -> bool:
         """Return whether checkpoints are active, ours or the model's own."""
-        return bool(self._blocks) or self.left_to_model
+        return self.recompute or self.left_to_model
 
     def look(self) -> None:
-        """Update ``left_to_model``: whether the model checkpoints by itself."""
+        """Update ``left_to_model``, whether the model checkpoints by itself, and ``recompute``,
+        whether the blocks do.
+        """
         self.left_to_model = any(module.gradient_checkpointing for module in self._carriers)
+        self.recompute = bool(self._blocks) and not self.left_to_model
         if self._blocks and self.left_to_model and self._tells:
             self._tells = False
             logger.info(
@@ -351,7 +355,7 @@ class Checkpoints:
         """Raise ConfigError for an empty cache among the arguments of a forward in training: the
         checkpointed blocks would not fill it.
         """
-        if not self._blocks or self.left_to_model or not model.training:
+        if not self.recompute or not model.training:
             return
         for name, value in (*enumerate(args), *kwargs.items()):
             if _is_cache(value) and not value.get_seq_length():
@@ -378,4 +382,5 @@ class Checkpoints:
             del block.__dict__["forward"]
             if forward.before is not None:
                 block.forward = forward.before  # type: ignore[method-assign]
-        self._blocks, self.left_to_model = [], True  # wrappers then call the plain forward
+        self._blocks = []
+        self.look()  # wrappers then call the plain forward

@@ -73,8 +73,8 @@ def cgroups(root: Path = ROOT) -> Iterator[MemoryLimit]:
     """Yield the bytes left by each control group of this process, from the innermost to the root,
     in both versions.
 
-    In a container the path in /proc may be outside the mounted tree: then the existing suffixes of
-    it count.
+    In a container the path in /proc may be outside the mounted tree, whose root is then the
+    container's group: of the path and its parents those that exist in the tree count.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

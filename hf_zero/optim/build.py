@@ -62,8 +62,10 @@ def build_optimizer(
     try:
         return cls(params, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
+        empty = "an empty parameter list" in str(error)
+        remedy = "Pass parameters that it trains" if empty else "Correct optimizer.params"
         raise ConfigError(
-            f"optimizer {cfg.type!r} with {dict(cfg.params)}: {error}. Correct optimizer.params."
+            f"optimizer {cfg.type!r} with {dict(cfg.params)}: {error}. {remedy}."
         ) from error
 
 
@@ -164,9 +166,7 @@ def _check_value(name: str, key: str, value: object, default: object) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return (isinstance(value, Real) and not isinstance(value, bool)) or isinstance(
-        value, torch.Tensor
-    )
+    return isinstance(value, (Real, torch.Tensor)) and not isinstance(value, bool)
 
 
 def adam(

@@ -174,10 +174,9 @@ class SetupRequest(Generic[E]):
         if config is None:
             return None
         if not parameters:
-            raise ConfigError(
-                "the config names an optimizer but no parameter of the model requires grad; "
-                "unfreeze some, or remove the optimizer"
-            )
+            frozen = "no parameter of the model requires grad; unfreeze some"
+            why = "model_parameters is empty; pass some" if self.model_parameters == () else frozen
+            raise ConfigError(f"the config names an optimizer but {why}, or remove the optimizer")
         return build_optimizer(config, parameters, model)
 
     def make_scheduler(self, settings: ZeroConfig, optimizer: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import DynamicCache
 
 from hf_zero.activations import checkpointing as recompute
 from hf_zero.activations.policy import prefer_attention
+from hf_zero.config.activations import ActivationCheckpointing
 from hf_zero.errors import ConfigError
 from tests.helpers.caches import cache_argument
 from tests.helpers.cells import in_one_item
@@ -263,6 +265,25 @@ def test_selective_refuses_a_saved_result_that_changes_in_place() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpointing\.blocks .*InPlace"):
         engine.backward(engine(torch.randn(4, WIDTH)))
     engine.destroy()
+
+
+def test_a_refusal_names_the_block_beside_named_random_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function that restores them then wraps the block's forward."""
+    state = {"a": torch.zeros(1)}
+    states = SimpleNamespace(get_states=lambda: state, set_states=lambda _: None)
+    monkeypatch.setattr(recompute, "named_states", [states])
+    model = Stacked(InPlace)
+    section = ActivationCheckpointing(blocks="selective")
+    blocks = recompute.blocks_to_checkpoint(model, section)
+    checkpoints = recompute.Checkpoints(model, blocks, section, torch.device("cpu"))
+    with pytest.raises(ConfigError, match='is "selective", and InPlace changes'):
+        model(torch.randn(4, WIDTH)).backward()
+    assert checkpoints.on
+    checkpoints.remove()
+    assert not checkpoints.on
+    model(torch.randn(4, WIDTH)).backward()
 
 
 @in_one_item([("llama", True), ("t5", "selective")])

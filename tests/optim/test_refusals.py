@@ -82,6 +82,11 @@ BUILT: list[Row] = [
     (lambda: build("AdamW", NOT_NARROW), NotBuiltError, "fp32_optimizer_states: false"),
     (lambda: build("CPUAdagrad", NOT_NARROW), NotBuiltError, "built for CPUAdagrad"),
     (lambda: build("Muon", tagged=False), ConfigError, "no attribute use_muon"),
+    (
+        lambda: build_optimizer(OptimizerConfig("AdamW", {}), []),
+        ConfigError,
+        "empty parameter list. Pass parameters that it trains",
+    ),
 ]
 
 OF_SCHEDULES: list[tuple[str, dict[str, Any], type[Exception], str]] = [

@@ -157,6 +157,7 @@ def test_optimizers_that_cannot_be() -> None:
     refused(ConfigError, said, optimizer={"type": "AdamW"}, config=config_of(1))
     said = "no parameter of the model requires grad; unfreeze some, or remove the optimizer"
     refused(ConfigError, said, model=stack().requires_grad_(False), config=config)
+    said = "model_parameters is empty; pass some, or remove the optimizer"
     refused(ConfigError, said, model_parameters=[], config=config)
     model = stack()
     mine = adamw(model)
