@@ -18,30 +18,27 @@ process that is killed leaves a temporary folder and no checkpoint.
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.failures import describe_error, describe_failures
 from hf_zero.checkpoint.file_writer import write_image
-from hf_zero.checkpoint.save_job import NOTHING_SAVED, Outcome, SaveJob
+from hf_zero.checkpoint.save_job import NOTHING_SAVED, ByMessages, Outcome, SaveJob
 from hf_zero.checkpoint.staging import DeferredState, StagedFile, Tensors, plan_in_call
 from hf_zero.checkpoint.storage import AnyPath, is_remote
-from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, BlockHashes, FileHashes, FilePlan
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FileHashes, FilePlan
 from hf_zero.distributed.rank_requests import STOP
-from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, HostMemoryError
-from hf_zero.logging import JsonObject, in_units, logger
+from hf_zero.errors import CheckpointError, ConfigError, HostMemoryError
+from hf_zero.logging import in_units, logger
 from hf_zero.ops.host_memory import HostArena
 
 if TYPE_CHECKING:
@@ -53,12 +50,11 @@ SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to a
 
 
 class BackgroundSaves:
-    """Saves that a thread writes while training goes on, and their failures.
-
-    ``saver`` exists from the first such save on.
+    """The ``saver`` of an engine, made by its first background save, and the way in which all ranks
+    learn that such a save has failed: rank 0 announces it, and all raise after the same step.
     """
 
-    def __init__(self, mesh: Mesh, shards: SharedShards, config: CheckpointSection):
+    def __init__(self, mesh: Mesh, shards: SharedShards, config: CheckpointSection) -> None:
         self.saver: BackgroundSaver | None = None
         self._config = config
         self._mesh = mesh
@@ -74,16 +70,7 @@ class BackgroundSaves:
                 "the training, and a pipeline has several; remove the key, or pass blocking=True"
             )
         if self.saver is None:
-            mesh, config = self._mesh, self._config
-            self.saver = BackgroundSaver(
-                mesh,
-                mesh.rank,
-                mesh.pp_stage_ranks,
-                mesh.device,
-                keeps_staging=config.keep_staging,
-                staging_bytes=config.staging_bytes,
-                timeout=mesh.timeout,
-            )
+            self.saver = BackgroundSaver(self._mesh, self._config)
             # so that all ranks learn of a failure after the same step
             self._shards.serve()
         return self.saver
@@ -123,32 +110,18 @@ class BackgroundSaves:
 
 
 class BackgroundSaver:
-    """Background saves of one engine, one at a time. The staging memory is as large as this rank's
-    file, or ``staging_bytes`` if that is less, and is freed when the file is written.
-
-    mesh: the engine's mesh, through whose store the threads exchange messages.
-    device: the device of the state; staging memory is pinned if that is a GPU.
-    keeps_staging: keep the staging memory for the next save.
-    timeout: seconds for which ranks wait for each other in the training.
+    """Background saves of one engine, one at a time, whose threads exchange messages through the
+    store of ``mesh``. The staging memory, pinned for a GPU, is as large as this rank's file, or
+    ``staging_bytes`` of ``config`` if that is less. It is freed when the file is written, unless
+    ``config`` keeps it.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        rank: int,
-        world: int,
-        device: torch.device,
-        *,
-        keeps_staging: bool = False,
-        staging_bytes: int | None = None,
-        timeout: float = math.inf,
-    ):
-        self._rank, self._world = rank, world
+    def __init__(self, mesh: Mesh, config: CheckpointSection) -> None:
+        self._rank, self._world, self._device = mesh.rank, mesh.pp_stage_ranks, mesh.device
+        self._timeout = mesh.timeout
+        self._keeps_staging, self._staging_bytes = config.keep_staging, config.staging_bytes
         self._mail = mesh.store_messages("saves")
-        self._arena = HostArena(pin=True, device=device)
-        self._device = device
-        self._keeps_staging, self._staging_bytes = keeps_staging, staging_bytes
-        self._timeout = timeout
+        self._arena = HostArena(pin=True, device=mesh.device)
         self._memory = torch.empty(0, dtype=torch.uint8)  # kept between saves
         self._staged: StagedFile | None = None  # of the save that starts next
         self.number = 0  # sequence number of the last save that was started
@@ -255,7 +228,7 @@ class BackgroundSaver:
         staged, self._staged = self._staged, None  # the thread alone refers to it
         assert staged is not None
         ended: Future[None] = Future()
-        exchange = _ByMessages(self._mail, self.number, job)
+        exchange = ByMessages(self._mail, self.number, job)
         work = partial(_run, job, staged, plan, exchange)
         run = partial(_set_result, ended, work)
         self._thread = threading.Thread(target=run, name="hf-zero save")
@@ -295,7 +268,7 @@ class BackgroundSaver:
         failed.set_exception(CheckpointError(failure))
         job = SaveJob(target, target.final, self._rank, self._world, None)
         self.number, self._running = number, (job, failed) if others_started else None
-        exchange = _ByMessages(self._mail, self.number, job)
+        exchange = ByMessages(self._mail, self.number, job)
         if self._rank > 0:
             exchange.gather(Outcome(None, why))
         else:
@@ -303,6 +276,7 @@ class BackgroundSaver:
 
 
 def _set_result(future: Future[None], action: Callable[[], None]) -> None:
+    """Run ``action`` and give ``future`` its end or its error, which no thread would raise."""
     try:
         action()
     except BaseException as error:
@@ -311,7 +285,7 @@ def _set_result(future: Future[None], action: Callable[[], None]) -> None:
         future.set_result(None)
 
 
-def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByMessages) -> None:
+def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: ByMessages) -> None:
     """Run one save on the thread of one rank. Raises CheckpointError if it failed. The memory of
     ``staged`` is freed when the file is written.
     """
@@ -345,77 +319,6 @@ def _run(job: SaveJob, staged: StagedFile, plan: FilePlan, exchange: _ByMessages
             staged.stall,
             time.perf_counter() - started,
         )
-
-
-class _ByMessages:
-    """Exchange of outcomes through the store, without a collective, for save number ``number``."""
-
-    def __init__(self, mail: Any, number: int, job: SaveJob) -> None:
-        self._mail, self._number, self._job = mail, number, job
-        self._lost: Exception | None = None  # the error that cut this rank off the store or rank 0
-
-    def gather(self, outcome: Outcome) -> list[Outcome]:
-        if self._job.rank > 0:
-            try:
-                self._mail.send("wrote", self._number, json.dumps(asdict(outcome)))
-            except (RuntimeError, HfZeroError) as error:
-                self._lost = error
-            return []
-        others = range(1, self._job.world)
-        if not others:
-            return [outcome]
-        try:
-            messages = self._mail.receive_all("wrote", self._number, others)
-            # every rank has read the verdict on the save before
-            for topic, number in (("wrote", self._number), ("verdict", self._number - 1)):
-                self._mail.forget(topic, number)
-        except RuntimeError as error:
-            return [outcome, *(Outcome(None, describe_error(error)) for _ in others)]
-        return [
-            outcome,
-            *(
-                Outcome(None, str(message))
-                if isinstance(message, HfZeroError)
-                else _outcome(json.loads(message))
-                for message in map(messages.__getitem__, others)
-            ),
-        ]
-
-    def broadcast(self, failure: str) -> str:
-        if self._job.rank > 0:
-            if self._lost is None:
-                try:
-                    return str(json.loads(self._mail.receive("verdict", self._number, 0)))
-                except (RuntimeError, HfZeroError) as error:
-                    self._lost = error
-            return self._read_outcome(self._lost)
-        if self._mail is not None:
-            try:
-                self._mail.send("verdict", self._number, json.dumps(failure))
-            except RuntimeError as error:  # the other ranks read the result from the folder
-                logger.warning(
-                    "%s: could not notify the other ranks: the store is unreachable (%s)",
-                    self._job.target.final,
-                    error,
-                )
-        return failure
-
-    def _read_outcome(self, error: Exception) -> str:
-        """Return "" if the folder holds this save's checkpoint, else what to do."""
-        if self._job.is_published():
-            return ""
-        return (
-            f"rank {self._job.rank} does not know what became of {self._job.target.final} "
-            f"({error}); hf-zero verify says whether it is complete"
-        )
-
-
-def _outcome(sent: JsonObject) -> Outcome:
-    """Return the Outcome that ``asdict`` made ``sent`` of."""
-    hashes = sent["hashes"]
-    if hashes is not None:
-        hashes = FileHashes(hashes["file"], BlockHashes(**hashes["blocks"]))
-    return Outcome(hashes, sent["error"])
 
 
 Action = Callable[[], object]

@@ -1,11 +1,12 @@
 """The job of a save, in the call or in a thread beside the training (``background_saves.py``): each
-rank writes its file, the ranks exchange outcomes, rank 0 commits.
+rank writes its file, the ranks exchange outcomes, by collectives or messages, rank 0 commits.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hf_zero.checkpoint import find
@@ -15,10 +16,12 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.retention import retain
 from hf_zero.checkpoint.storage import AnyPath
-from hf_zero.checkpoint.tensorfile import FileHashes
+from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes
 from hf_zero.errors import CheckpointError, RankMismatchError
+from hf_zero.logging import JsonObject, logger
 
 if TYPE_CHECKING:
+    from hf_zero.distributed.store import StoreMessages
     from hf_zero.distributed.world_group import RankGroup
 
 
@@ -175,3 +178,73 @@ class ByCollectives:
 
     def broadcast(self, failure: str) -> str:
         return str(self._ranks.broadcast_object(failure))
+
+
+class ByMessages:
+    """Exchange of the outcomes of save ``number`` through the store, without a collective. Without
+    ``mail`` there is one rank.
+    """
+
+    def __init__(self, mail: StoreMessages | None, number: int, job: SaveJob) -> None:
+        self._mail, self._number, self._job = mail, number, job
+        self._lost: Exception | None = None  # the error that cut this rank off the store or rank 0
+
+    def gather(self, outcome: Outcome) -> list[Outcome]:
+        if self._mail is None:
+            return [outcome]
+        if self._job.rank > 0:
+            try:
+                self._mail.send("wrote", self._number, json.dumps(asdict(outcome)))
+            except RuntimeError as error:
+                self._lost = error
+            return []
+        others = range(1, self._job.world)
+        if not others:
+            return [outcome]
+        try:
+            messages = self._mail.receive_all("wrote", self._number, others)
+            self._mail.forget("wrote", self._number)
+            self._mail.forget("verdict", self._number - 1)  # every rank has read it
+        except RuntimeError as error:
+            return [outcome, *(Outcome(None, describe_error(error)) for _ in others)]
+        return [outcome, *(_outcome_of(messages[rank]) for rank in others)]
+
+    def broadcast(self, failure: str) -> str:
+        if self._mail is None:
+            return failure
+        if self._job.rank > 0:
+            if self._lost is None:
+                try:
+                    return str(json.loads(self._mail.receive("verdict", self._number, 0)))
+                except RuntimeError as error:
+                    self._lost = error
+            return self._read_outcome(self._lost)
+        try:
+            self._mail.send("verdict", self._number, json.dumps(failure))
+        except RuntimeError as error:  # the other ranks read the result from the folder
+            logger.warning(
+                "%s: could not notify the other ranks: the store is unreachable (%s)",
+                self._job.target.final,
+                error,
+            )
+        return failure
+
+    def _read_outcome(self, error: Exception) -> str:
+        """Return "" if the folder holds this save's checkpoint, else what to do."""
+        if self._job.is_published():
+            return ""
+        return (
+            f"rank {self._job.rank} does not know what became of {self._job.target.final} "
+            f"({error}); hf-zero verify says whether it is complete"
+        )
+
+
+def _outcome_of(message: str | RankMismatchError) -> Outcome:
+    """Return the outcome that a rank has sent, or the failure in place of one that did not come."""
+    if isinstance(message, RankMismatchError):
+        return Outcome(None, str(message))
+    sent: JsonObject = json.loads(message)
+    hashes = sent["hashes"]
+    if hashes is not None:
+        hashes = FileHashes(hashes["file"], BlockHashes(**hashes["blocks"]))
+    return Outcome(hashes, sent["error"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_zero.checkpoint import background_saves, save_job
+from hf_zero.checkpoint import save_job
 from hf_zero.distributed import rank_status
 from hf_zero.distributed import watchdog as watching
 from hf_zero.distributed.collective_log import CollectiveLog
@@ -114,7 +114,7 @@ def test_the_rank_that_commits_reads_many_outcomes_by_one_request(
     mails = [StoreMessages(each, at, 60.0, lambda ranks: {}) for at, each in enumerate(clients)]
     for number in (1, 2):
         exchanges = [
-            background_saves._ByMessages(mail, number, SimpleNamespace(rank=rank, world=MANY))  # type: ignore
+            save_job.ByMessages(mail, number, SimpleNamespace(rank=rank, world=MANY))  # type: ignore
             for rank, mail in enumerate(mails)
         ]
         for client in clients:

@@ -6,6 +6,7 @@ succeeds on all ranks or on none, however long disks take.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,10 +156,17 @@ class Job:
         def messages(name: str) -> StoreMessages:
             return StoreMessages(world.store(name), rank, TIMEOUT, gone, all_live)
 
-        mesh = SimpleNamespace(store_messages=messages)
+        mesh = SimpleNamespace(
+            store_messages=messages,
+            rank=rank,
+            pp_stage_ranks=self.size,
+            device=torch.device("cpu"),
+            timeout=math.inf,
+        )
+        config = SimpleNamespace(keep_staging=False, staging_bytes=None)
         world.processes[rank].variables |= {"write": self.write[rank], "removal": self.removal}
         try:
-            saver = BackgroundSaver(mesh, rank, self.size, torch.device("cpu"))
+            saver = BackgroundSaver(mesh, config)
         except RuntimeError as error:  # the store does not answer, and no engine is made
             world.simulation.exit(world.processes[rank])
             raise CollectiveFailed(str(error)) from error
