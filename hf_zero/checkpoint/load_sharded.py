@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint import find, run_state
+from hf_zero.checkpoint.copy_ranges import CopyRange, copy_ranges
 from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.find import complete_tags_beside
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, MASTER, RNG, GroupEntry, Manifest, class_name
@@ -26,7 +27,7 @@ from hf_zero.checkpoint.match import LoadTarget, match, match_names
 from hf_zero.checkpoint.match_schedule import scheduled_settings
 from hf_zero.checkpoint.progress import Tick, progress_bar
 from hf_zero.checkpoint.random_generators import set_rng_state
-from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
+from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import TensorReader

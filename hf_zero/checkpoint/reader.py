@@ -1,24 +1,20 @@
-"""Reader of a checkpoint, whoever wrote it: files checked against the manifest, element ranges of a
-load or a conversion mapped to stored ranges, for any number of ranks, stage and division into
-units, and ``objects.pt``, from which nothing executes.
+"""Reader of a checkpoint, whoever wrote it: its folder recognized, its files checked against the
+manifest, and elements of whole tensors read by the ranges in which they are stored.
 """
 
 from __future__ import annotations
 
-import bisect
-import heapq
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
-from operator import itemgetter
 from pathlib import Path
 
 import torch
 
+from hf_zero.checkpoint.copy_ranges import CopyRange, parameter_ranges
 from hf_zero.checkpoint.manifest import (
     BUFFER,
     FORMAT,
@@ -26,128 +22,15 @@ from hf_zero.checkpoint.manifest import (
     MASTER,
     SHARD,
     FileEntry,
-    FlatEntry,
     Manifest,
     tensor_state_key,
 )
 from hf_zero.checkpoint.manifest_reading import read_manifest
+from hf_zero.checkpoint.script_state import join, load_objects
 from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, is_remote, modified_ns, store_errors
 from hf_zero.checkpoint.tensorfile import TensorFile, TensorReader, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject
-from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
-
-
-@dataclass(frozen=True)
-class CopyRange:
-    """One contiguous copy from a saved chunk into the tensor being loaded: ``length`` elements of
-    tensor ``<flat.key>::…`` in the file of chunk number ``chunk``.
-
-    ``source`` is their offset in the stored tensor (the chunk), ``target`` their offset in the
-    tensor to fill, both in elements.
-    """
-
-    flat: FlatEntry
-    chunk: int
-    source: int
-    target: int
-    length: int
-
-    def is_continued_by(self, following: CopyRange) -> bool:
-        """Return whether one copy does both."""
-        same = self.flat is following.flat and self.chunk == following.chunk
-        ends = self.source + self.length, self.target + self.length
-        return same and ends == (following.source, following.target)
-
-
-def parameter_ranges(
-    manifest: Manifest, name: str, start: int, stop: int, target: int = 0
-) -> Iterator[CopyRange]:
-    """Yield the ranges that hold elements ``[start, stop)`` of the whole parameter ``name``, in
-    order, without gaps.
-    """
-    parts = manifest.parts[name]
-    flat, slot = parts[0]
-    stretches: Iterable[tuple[int, FlatEntry, int, int]] = [
-        (start, flat, slot.offset + start, stop - start)
-    ]
-    if slot.box is not None:
-        stretches = heapq.merge(
-            *(_stretches(flat, slot, start, stop) for flat, slot in parts), key=itemgetter(0)
-        )
-    for _, flat, at, numel in stretches:
-        yield from _chunk_ranges(flat, at, numel, target)
-        target += numel
-
-
-def _chunk_ranges(flat: FlatEntry, at: int, numel: int, target: int) -> Iterator[CopyRange]:
-    """Yield the ranges that hold ``numel`` elements of ``flat`` from ``at`` on."""
-    end = at + numel
-    # the last chunk that starts at or before `at`: others with the same start are empty
-    index = bisect.bisect_right(flat.starts, at) - 1
-    while at < end:
-        chunk = flat.chunks[index]
-        length = min(end, chunk.stop) - at
-        if length > 0:
-            yield CopyRange(flat, index, at - chunk.start, target, length)
-            at, target = at + length, target + length
-        index += 1
-
-
-def _stretches(
-    flat: FlatEntry, slot: Slot, start: int, stop: int
-) -> Iterator[tuple[int, FlatEntry, int, int]]:
-    """Yield the elements ``[start, stop)`` of a whole parameter that one of its parts holds, as
-    (element of the parameter, flat, element of the flat, length).
-    """
-    assert slot.box is not None
-    for run in slot.box.runs_within(start, stop):
-        yield run.place, flat, slot.offset + run.at, run.length
-
-
-def copy_ranges(
-    manifest: Manifest, layout: FlatLayout, start: int, stop: int, names: dict[str, str]
-) -> Iterator[CopyRange]:
-    """Yield the ranges that fill elements ``[start, stop)`` of ``layout``; ``target`` counts from
-    ``start``.
-
-    ``names`` maps the layout's names to those in the manifest; names that it lacks are left out.
-    Consecutive ranges that are contiguous are merged, so that a resume on the same ranks reads each
-    tensor in one piece.
-    """
-    last: CopyRange | None = None
-    for following in _ranges_of_pieces(manifest, layout, start, stop, names):
-        if last and last.is_continued_by(following):
-            last = replace(last, length=last.length + following.length)
-            continue
-        if last:
-            yield last
-        last = following
-    if last:
-        yield last
-
-
-def _ranges_of_pieces(
-    manifest: Manifest, layout: FlatLayout, start: int, stop: int, names: dict[str, str]
-) -> Iterator[CopyRange]:
-    """Yield the ranges of :func:`copy_ranges`, not merged."""
-    for piece in list(layout.pieces(start, stop)):
-        if piece.name not in names:
-            continue
-        name, numel = names[piece.name], piece.stop - piece.start
-        box, target = layout.by_name[piece.name].box, piece.offset - start
-        saved = () if box is None else manifest.parts[name]
-        equal = next(((flat, slot) for flat, slot in saved if slot.box == box), None)
-        if box is None:
-            yield from parameter_ranges(manifest, name, piece.start, piece.stop, target)
-        elif equal is not None:  # cut as it was saved: no range for each row
-            flat, slot = equal
-            yield from _chunk_ranges(flat, slot.offset + piece.start, numel, target)
-        else:
-            for part in box.runs(piece.start, piece.stop):
-                offset = target + part.at - piece.start
-                end = part.place + part.length
-                yield from parameter_ranges(manifest, name, part.place, end, offset)
 
 
 class Checkpoint(ClosedAtExit):
@@ -340,50 +223,46 @@ class ShardedCheckpoint(Checkpoint):
             return self._open[index]
 
     def _check_header(self, index: int, file: TensorFile) -> None:
+        """Raise CheckpointError unless the tensors of file ``index`` are those of the manifest."""
         manifest = self.manifest
-        if (file.metadata.get("format"), file.metadata.get("save_id")) != (
-            FORMAT,
-            manifest.save_id,
-        ):
+        written_by = file.metadata.get("format"), file.metadata.get("save_id")
+        if written_by != (FORMAT, manifest.save_id):
             raise CheckpointError(
                 f"{file.path} belongs to another save than {MANIFEST_NAME} beside it; restore the "
                 "file, or load another tag"
             )
-        expected: dict[str, tuple[int, torch.dtype | None]] = {}
+        for name, (numel, dtype) in self._expected(index).items():
+            entry = file.entries.get(name)
+            if entry is not None and entry.numel == numel and dtype in (None, entry.dtype):
+                continue
+            found = "is absent"
+            if entry is not None:
+                found = f"has {entry.numel} elements of {entry.dtype}"
+            raise CheckpointError(
+                f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} {found}, "
+                f"expected {numel}{'' if dtype is None else f' of {dtype}'}; restore the file, "
+                "or load another tag of this run"
+            )
+
+    def _expected(self, index: int) -> dict[str, tuple[int, torch.dtype | None]]:
+        """Return elements and dtype of each tensor that the manifest says file ``index`` has, by
+        name; None for a dtype that it does not say.
+        """
+        manifest, expected = self.manifest, dict[str, tuple[int, torch.dtype | None]]()
         for flat in manifest.flats:
             for chunk in flat.chunks:
                 if chunk.file == index:
-                    length = chunk.stop - chunk.start
-                    expected |= {
-                        f"{flat.key}::{name}": (length, flat.weights_dtype(name))
-                        for name in chunk.tensors
-                    }
+                    for name in chunk.tensors:
+                        length = chunk.stop - chunk.start
+                        expected[f"{flat.key}::{name}"] = length, flat.weights_dtype(name)
         if manifest.files[index].rank == 0:
-            expected |= {
-                BUFFER + name: (torch.Size(shape).numel(), dtype)
-                for name, (dtype, shape) in manifest.buffers.items()
-            }
+            for name, (dtype, shape) in manifest.buffers.items():
+                expected[BUFFER + name] = torch.Size(shape).numel(), dtype
         for name, of in manifest.optimizer.tensor_states.items() if manifest.optimizer else ():
             if of.file == index:
-                expected |= {
-                    tensor_state_key(name, key): (torch.Size(shape).numel(), None)
-                    for key, shape in of.shapes.items()
-                }
-        for name, (numel, dtype) in expected.items():
-            entry = file.entries.get(name)
-            if (
-                entry is None
-                or entry.numel != numel
-                or (dtype is not None and entry.dtype != dtype)
-            ):
-                description = (
-                    "is absent" if entry is None else f"has {entry.numel} elements of {entry.dtype}"
-                )
-                raise CheckpointError(
-                    f"{file.path} does not fit {MANIFEST_NAME}: tensor {name!r} {description}, "
-                    f"expected {numel}{'' if dtype is None else f' of {dtype}'}; restore the file, "
-                    "or load another tag of this run"
-                )
+                for key, shape in of.shapes.items():
+                    expected[tensor_state_key(name, key)] = torch.Size(shape).numel(), None
+        return expected
 
     @cached_property
     def objects(self) -> dict[str, dict[str, object]]:
@@ -406,6 +285,7 @@ class ShardedCheckpoint(Checkpoint):
         return self._joined("the lr scheduler", saved["state"], "lr_scheduler")
 
     def _joined(self, what: str, state: JsonObject, key: str) -> dict[str, object]:
+        """Return the part of ``state`` in the manifest with that of ``key`` in ``objects.pt``."""
         objects = self.manifest.objects
         source = self.folder / (MANIFEST_NAME if objects is None else objects.name)
         return join(what, state, self.objects.get(key, {}), source)
@@ -444,45 +324,6 @@ def read_range(
         part = scratch.get(dtype, min(scratch.ELEMENTS, out.numel() - at))
         file.read_into(name, start + at, part)
         out[at : at + part.numel()].copy_(part)
-
-
-def load_objects(path: AnyPath) -> dict[str, dict[str, object]]:
-    """Return the content of ``objects.pt``.
-
-    Raises CheckpointError if the file is damaged or would execute code.
-    """
-    try:
-        with store_errors(path), path.open("rb") as file:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file can make the unpickler raise anything
-        raise CheckpointError(
-            f"{path} cannot be loaded ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no detail'}); "
-            "restore the file, or load another tag of this run"
-        ) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(part, dict) for part in content.values()
-    ):
-        raise CheckpointError(
-            f"{path} does not hold what hf-zero writes there; restore the file, or load "
-            "another tag of this run"
-        )
-    return content
-
-
-def join(
-    what: str, state: JsonObject, objects: Mapping[str, object], source: AnyPath
-) -> dict[str, object]:
-    """Inverse of :func:`hf_zero.checkpoint.script_state.split`.
-
-    Raises CheckpointError for a promised key that ``objects`` lacks.
-    """
-    missing = [key for key in state["objects"] if key not in objects]
-    if missing:
-        raise CheckpointError(
-            f"{source} lacks {missing} of {what}; restore the file, or load another tag of this run"
-        )
-    return dict(state["json"]) | {key: objects[key] for key in state["objects"]}
 
 
 # Glob pattern that identifies a kind of folder -> the module of ``foreign`` that opens it. Beside

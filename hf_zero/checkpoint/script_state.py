@@ -8,14 +8,18 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
 from hf_zero.checkpoint.manifest import FileEntry, class_name
+from hf_zero.checkpoint.storage import AnyPath, store_errors
 from hf_zero.checkpoint.tensorfile import hash_of
 from hf_zero.errors import CheckpointError
-from hf_zero.zero.training_engine import TrainingEngine
+from hf_zero.logging import JsonObject
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
 
 T = TypeVar("T")
 
@@ -125,3 +129,42 @@ def _check_loadable(what: str, value: object) -> None:
             f"code ({str(error).splitlines()[0] if str(error) else type(error).__name__}); store "
             "numbers, strings, tensors, or lists and dictionaries of these"
         ) from error
+
+
+def load_objects(path: AnyPath) -> dict[str, dict[str, object]]:
+    """Return the content of ``objects.pt``.
+
+    Raises CheckpointError if the file is damaged or would execute code.
+    """
+    try:
+        with store_errors(path), path.open("rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file can make the unpickler raise anything
+        raise CheckpointError(
+            f"{path} cannot be loaded ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no detail'}); "
+            "restore the file, or load another tag of this run"
+        ) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(part, dict) for part in content.values()
+    ):
+        raise CheckpointError(
+            f"{path} does not hold what hf-zero writes there; restore the file, or load "
+            "another tag of this run"
+        )
+    return content
+
+
+def join(
+    what: str, state: JsonObject, objects: Mapping[str, object], source: AnyPath
+) -> dict[str, object]:
+    """Return the state that :func:`split` has divided; ``source`` is the file of its ``objects``.
+
+    Raises CheckpointError for a promised key that ``objects`` lacks.
+    """
+    missing = [key for key in state["objects"] if key not in objects]
+    if missing:
+        raise CheckpointError(
+            f"{source} lacks {missing} of {what}; restore the file, or load another tag of this run"
+        )
+    return dict(state["json"]) | {key: objects[key] for key in state["objects"]}

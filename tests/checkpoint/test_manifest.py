@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import background_saves, match_schedule, reader
+from hf_zero.checkpoint import background_saves, match_schedule
+from hf_zero.checkpoint.copy_ranges import copy_ranges
 from hf_zero.checkpoint.manifest import Chunk, FlatEntry, GroupEntry
 from hf_zero.checkpoint.manifest_reading import dtype_of, manifest_of, read_manifest
 from hf_zero.checkpoint.match import pair_groups
-from hf_zero.checkpoint.reader import join, load_objects
+from hf_zero.checkpoint.script_state import join, load_objects
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.flat_layout import FlatLayout
@@ -286,7 +287,7 @@ def test_a_part_that_is_cut_as_it_was_saved_has_no_run_for_each_row(
             if ranks == parts:
                 patch.setattr(Box, "runs", None)
                 patch.setattr(Box, "runs_within", None)
-            runs = [*reader.copy_ranges(manifest, layout, 1, 17, {"w": "w"})]
+            runs = [*copy_ranges(manifest, layout, 1, 17, {"w": "w"})]
         out = torch.full((16,), -1)
         for run in runs:
             start = run.flat.chunks[run.chunk].start + run.source

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint import find, host_folders
+from hf_zero.checkpoint.copy_ranges import copy_ranges
 from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.generations import Newest
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -21,7 +22,6 @@ from hf_zero.checkpoint.memory.inventory import Generation, HeldFile
 from hf_zero.checkpoint.memory.job_folders import Hosts, JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.memory.slot_files import SlotFiles
-from hf_zero.checkpoint.reader import copy_ranges
 from hf_zero.checkpoint.run_state import SavedEngine
 from hf_zero.checkpoint.storage import remove_tree
 from hf_zero.checkpoint.tensorfile import Hash, algorithm_of, bytes_view, hash_of_file
