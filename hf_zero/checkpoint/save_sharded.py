@@ -38,16 +38,15 @@ from hf_zero.checkpoint.manifest import (
     TensorStateEntry,
     class_name,
 )
+from hf_zero.checkpoint.model_entries import ModelEntries, unwrapped
 from hf_zero.checkpoint.progress import progress_bar
 from hf_zero.checkpoint.save_job import NOTHING_SAVED, ByCollectives, SaveJob, SharedFiles
 from hf_zero.checkpoint.save_plan import (
-    ModelEntries,
     RankFile,
     RankReport,
     buffers_of_other_stages,
     model_buffers,
     plan_save,
-    unwrapped,
 )
 from hf_zero.checkpoint.script_state import NonTensorState, non_tensor_state, objects_file
 from hf_zero.checkpoint.staging import ReadyFile, deferred_states

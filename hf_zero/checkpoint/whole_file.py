@@ -17,6 +17,7 @@ from hf_zero.checkpoint import find, save_plan, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor, exported, plan_outputs
 from hf_zero.checkpoint.convert.targets import torch_save
 from hf_zero.checkpoint.failures import collective_try
+from hf_zero.checkpoint.model_entries import export_of, model_order
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.zero.access.consolidate import gather_state_dict
 from hf_zero.zero.layout.whole_names import WholeNames
@@ -169,7 +170,7 @@ def _outputs_of(
 ) -> list[OutputTensor]:
     """Return the parameters in the model's order, then ``buffers``, as the file has them."""
     names = WholeNames(engine.module)
-    export = save_plan.export_of(engine.module, engine.aliases, names)
+    export = export_of(engine.module, engine.aliases, names)
     shapes = {
         alias: (flat.dtype, slot.whole)
         for flat in engine.flats
@@ -179,7 +180,7 @@ def _outputs_of(
     }
     parameters = [
         OutputTensor(name, name, *shapes[name])
-        for name in save_plan.model_order(engine.module, engine.aliases, shapes)
+        for name in model_order(engine.module, engine.aliases, shapes)
     ]
     buffer_outputs = [
         OutputTensor(name, name, buffer.dtype, tuple(buffer.shape), is_buffer=True)

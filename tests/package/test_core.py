@@ -44,9 +44,9 @@ CORE = {
     "ops": "__init__ coded_arrays dispatch flat_tiles host_memory native updates",
     "setup": "__init__ plan plan_inputs request steps training_loader",
     "checkpoint": "__init__ background_saves commit copy_ranges failures file_writer find "
-    "generations load_sharded manifest manifest_reading match match_schedule object_store "
-    "parameter_names progress random_generators reader resume retention run_state save_job "
-    "save_plan save_sharded script_state staging storage tensorfile",
+    "generations load_sharded manifest manifest_reading match match_schedule model_entries "
+    "object_store parameter_names progress random_generators reader resume retention run_state "
+    "save_job save_plan save_sharded script_state staging storage tensorfile",
 }  # fmt: skip
 
 # Packages whose own files name, for type checkers, what users import, in the core or not; and the

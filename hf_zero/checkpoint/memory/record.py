@@ -15,7 +15,8 @@ from hf_zero.checkpoint import manifest as form
 from hf_zero.checkpoint import manifest_reading
 from hf_zero.checkpoint.manifest import DIGEST, Manifest, sealed
 from hf_zero.checkpoint.manifest_reading import is_as_written, manifest_of
-from hf_zero.checkpoint.save_plan import ModelEntries, RankReport
+from hf_zero.checkpoint.model_entries import ModelEntries
+from hf_zero.checkpoint.save_plan import RankReport
 from hf_zero.checkpoint.save_sharded import join_reports
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, parse_json

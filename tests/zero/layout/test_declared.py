@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.save_plan import export_of
+from hf_zero.checkpoint.model_entries import export_of
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.precision import compute_dtype, kept_in_fp32
 from hf_zero.zero.layout.walk import config_of, declared, text_config_of
