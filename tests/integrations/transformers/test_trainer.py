@@ -221,6 +221,26 @@ def test_a_second_train_goes_on_with_a_new_optimizer(
         assert sum(said in text for text in heard_in_full) == 1
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_schedule_that_a_script_made_is_made_anew_by_each_train(
+    given: bool, tmp_path: Path
+) -> None:
+    """``create_optimizer_and_scheduler`` before ``train()``, of another number of steps."""
+    runs = []
+    for route in ("plain", "ours"):
+        made = model()
+        sgd = torch.optim.SGD(made.parameters(), lr=0.05) if given else None
+        kept = {"optimizers": (sgd, None)} if given else {"optim": "sgd"}
+        run = routed(route, 2, tmp_path, model=made, max_steps=3, **kept)
+        run.create_optimizer_and_scheduler(7)
+        for _ in range(2):
+            run.train()
+            runs.append((logged(run, "learning_rate"), logged(run)))
+        forget()
+    assert runs[0][0] == runs[1][0] == runs[2][0] == runs[3][0]
+    assert [run[1] for run in runs[2:]] == [pytest.approx(run[1], rel=1e-4) for run in runs[:2]]
+
+
 class Trial(SimpleNamespace):
     """One of a study of optuna."""
 
