@@ -203,18 +203,24 @@ class BoundOptimizer:
             The keys of ``shards`` that have been written; empty if the optimizer's own step has
             run.
         """
-        optimizer: Any = self.optimizer
-        table = self._table
+        optimizer, table, fused = self.optimizer, self._table, self._fused
         self.members.shown.take()
-
-        def rest() -> list[Segment]:
-            return [s for s in table.stepped if not s.parts or s.parts[0].flat not in without]
-
-        segments, hooks = rest if without else None, run_pre_hooks or self.run_pre_hooks
-        written = self._step(segments, table.flats, grad_scale, shards or {}, steps_before, hooks)
+        if self._bf16 is not None and optimizer._optimizer_step_pre_hooks:
+            table.separate_members()  # hooks can leave each one out, though all are widened
+        left_out, written = self._separate_left_out(table.flats), set[str]()
+        segments = table.stepped
+        if without:
+            segments = [s for s in segments if not s.parts or s.parts[0].flat not in without]
+        if left_out:
+            segments = [s for s in segments if not (s.parts and left_out.issuperset(s.names))]
+        if fused.ready and fused.takes(self._not_counted(table.stepped)):
+            written = fused.step(table.stepped, segments, grad_scale, shards or {}, True)
+        else:
+            hooks = run_pre_hooks or self.run_pre_hooks
+            self._step_by_class(segments, grad_scale, steps_before, hooks)
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
-        optimizer._opt_called = True
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         for segment in self._counted_segments() if self._counted else ():
             self._table.entries.states[segment.tensor]["step"] += 1
         # without a gradient scale on the device, unlike the other segments
@@ -244,49 +250,42 @@ class BoundOptimizer:
         """Update ``flats`` alone, whose gradients share no memory with other gradients.
         :meth:`step` updates the rest, with the hooks of the optimizer.
         """
-
-        def segments() -> list[Segment]:
-            return [segment for flat in flats for segment, _ in self._table.parts(flat)]
-
         self.members.shown.take()
-        self._step(segments, flats, None, {}, steps_before)
+        left_out, fused = self._separate_left_out(flats), self._fused
+        segments = [segment for flat in flats for segment, _ in self._table.parts(flat)]
+        if left_out:
+            segments = [segment for segment in segments if not left_out.issuperset(segment.names)]
+        if segments and fused.ready and fused.takes(segments):
+            fused.step(self._table.stepped, segments, None, {}, False)
+        elif segments:
+            self._step_by_class(segments, None, steps_before, None)
 
-    def _step(
-        self,
-        of_step: Callable[[], list[Segment]] | None,
-        flats: Collection[OptimizerShard],
-        grad_scale: Tensor | None,
-        shards: Mapping[str, Tensor],
-        steps_before: int,
-        run_pre_hooks: Callable[[], None] | None = None,
-    ) -> set[str]:
-        """Step the segments that ``of_step`` returns, all in ``flats``; None: all segments. Return
-        the keys of ``shards`` that were written. ``run_pre_hooks``: None: without any hooks of the
-        optimizer.
-        """
-        table, fused, hooks = self._table, self._fused, run_pre_hooks is not None
-        if hooks and self._bf16 is not None and self.optimizer._optimizer_step_pre_hooks:
-            table.separate_members()  # hooks can leave each one out, though all are widened
-        segments = table.stepped if of_step is None else of_step()
+    def _separate_left_out(self, flats: Collection[OptimizerShard]) -> frozenset[str]:
+        """Return the parameters that an update of ``flats`` leaves out, and part their segments."""
         left_out = self._counted
         for flat in flats:
             left_out |= flat.gradient.unused
         if left_out:
-            table.separate(self._not_counted(segments), left_out)
-            segments = table.stepped if of_step is None else of_step()
-            segments = [s for s in segments if not (s.parts and left_out.issuperset(s.names))]
-        if not segments and not hooks:
-            return set()
-        if fused.ready and fused.takes(self._not_counted(table.stepped) if hooks else segments):
-            return fused.step(table.stepped, segments, grad_scale, shards, hooks)
-        if fused.ready:
-            fused.separate_counters()
+            self._table.separate(self._not_counted(self._table.stepped), left_out)
+        return left_out
+
+    def _step_by_class(
+        self,
+        segments: list[Segment],
+        grad_scale: Tensor | None,
+        steps_before: int,
+        run_pre_hooks: Callable[[], None] | None,
+    ) -> None:
+        """Step ``segments`` by the optimizer's own code; ``run_pre_hooks`` None: without any hooks
+        of the optimizer.
+        """
+        if self._fused.ready:
+            self._fused.separate_counters()
         if self._bf16 is None:
-            step = None if hooks else self._own.bare
+            step = self._own.bare if run_pre_hooks is None else None
             self._own.update(segments, grad_scale, step, run_pre_hooks)
         else:
             self._own.update_rounded(segments, grad_scale, steps_before, run_pre_hooks)
-        return set()
 
     def offloaded_update(self, divisor: float, steps_before: int) -> Any:
         """Return the update of all offloaded state, with the group settings of this moment; step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_zero.measures.run_record import BUFFERS
@@ -56,15 +56,29 @@ class Chart:
     hint: str = ""
 
 
+@dataclass(frozen=True)
+class CurveStyle:
+    """How curves are drawn: the format of numbers at the axis and its scale, the interpolation, and
+    whether they are ``noisy``: smooth ones are drawn over them.
+    """
+
+    form: str = ",~r"
+    scale: Mapping[str, object] = field(default_factory=lambda: {"zero": False})
+    interpolate: str = "linear"
+    noisy: bool = False
+
+
 def curves(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield the charts of the training itself."""
+    noisy = CurveStyle(noisy=True)
     yield from _with_evaluations(
-        runs, _curve(runs, "loss", "Loss", "mean over ranks and micro-batches", noisy=True)
+        runs, _curve(runs, "loss", "Loss", "mean over ranks and micro-batches", noisy)
     )
-    yield from _curve(runs, "learning_rate", "Learning rate", "of the first group", ".2~e")
-    yield from _curve(runs, "grad_norm", "Gradient norm", "before clipping", noisy=True)
-    scale = {"type": "log", "base": 2, "nice": False}
-    yield from _curve(runs, "loss_scale", "Loss scale", "fp16", ",", scale, "step-after")
+    rate = CurveStyle(".2~e")
+    yield from _curve(runs, "learning_rate", "Learning rate", "of the first group", rate)
+    yield from _curve(runs, "grad_norm", "Gradient norm", "before clipping", noisy)
+    steps = CurveStyle(",", {"type": "log", "base": 2, "nice": False}, "step-after")
+    yield from _curve(runs, "loss_scale", "Loss scale", "fp16", steps)
 
 
 def evaluations(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
@@ -82,22 +96,18 @@ def evaluations(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
             if name in row
         ]
         colors = {run.name: color for run, color in zip(runs, RUNS)}
-        spec = _drawn(runs, rows, "run", colors, ",~r", {"zero": False}, "linear")
+        spec = _drawn(runs, rows, "run", colors, CurveStyle())
         yield Chart(f"evaluation{index}", name, "by evaluations of the script", spec)
 
 
 def speeds(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield the charts of speed."""
-    zero = {"zero": True}
-    tokens = list(
-        _curve(runs, "tokens_per_second", "Tokens per second", "all ranks", "~s", zero, noisy=True)
-    )
+    speed, share = (CurveStyle(form, {"zero": True}, noisy=True) for form in ("~s", ".1~%"))
+    tokens = list(_curve(runs, "tokens_per_second", "Tokens per second", "all ranks", speed))
     yield from tokens or _curve(
-        runs, "samples_per_second", "Samples per second", "all ranks", "~s", zero, noisy=True
+        runs, "samples_per_second", "Samples per second", "all ranks", speed
     )
-    yield from _curve(
-        runs, "mfu", "MFU", "operations of the model over the peak", ".1~%", zero, noisy=True
-    )
+    yield from _curve(runs, "mfu", "MFU", "operations of the model over the peak", share)
     yield from _lines(
         runs, "step_time", "Time of a step", "milliseconds", {"step_ms": "step"} | PARTS
     )
@@ -201,9 +211,10 @@ def _most(rows: Sequence[Spec], by: str) -> float:
 
 
 def _steps() -> Spec:
-    return {"field": "step", "type": "quantitative", "scale": {"nice": False, "zero": False},
-            "axis": {"title": "step", "format": "~s", "tickMinStep": 1, "tickCount": TICKS,
-                     "labelOverlap": "greedy", "labelSeparation": 8}}  # fmt: skip
+    labels = {"format": "~s", "labelOverlap": "greedy", "labelSeparation": 8}
+    axis = {"title": "step", "tickMinStep": 1, "tickCount": TICKS, **labels}
+    scale = {"nice": False, "zero": False}
+    return {"field": "step", "type": "quantitative", "scale": scale, "axis": axis}
 
 
 def colors_of(field: str, colors: Mapping[str, str], rows: Sequence[Mapping[str, object]]) -> Spec:
@@ -242,10 +253,7 @@ def _curve(
     figure: str,
     title: str,
     note: str,
-    form: str = ",~r",
-    scale: Spec | None = None,
-    interpolate: str = "linear",
-    noisy: bool = False,
+    style: CurveStyle,
 ) -> Iterator[Chart]:
     """Yield the chart of one figure over steps, if a run has it. Lines have gaps where it is not
     finite.
@@ -258,7 +266,7 @@ def _curve(
     ]
     if any(row["value"] is not None for row in rows):
         colors = {run.name: color for run, color in zip(runs, RUNS)}
-        spec = _drawn(runs, rows, "run", colors, form, scale or {"zero": False}, interpolate, noisy)
+        spec = _drawn(runs, rows, "run", colors, style)
         yield Chart(figure, title, note, spec)
 
 
@@ -319,7 +327,8 @@ def _lines(
     ]
     if any(row["value"] is not None for row in rows):
         colors = {what: f"var(--c{index})" for index, what in enumerate(figures.values(), 1)}
-        spec = _drawn(runs, rows, "what", colors, ",~f", {"zero": True}, "linear", noisy=True)
+        style = CurveStyle(",~f", {"zero": True}, noisy=True)
+        spec = _drawn(runs, rows, "what", colors, style)
         yield Chart(name, title, note, spec)
 
 
@@ -328,10 +337,7 @@ def _drawn(
     rows: list[Spec],
     by: str,
     colors: Mapping[str, str],
-    form: str,
-    scale: Spec,
-    interpolate: str,
-    noisy: bool = False,
+    style: CurveStyle,
 ) -> Spec:
     """Return curves of ``value`` by ``step``, with points at the pointer and rules at restarts.
     Curves that are ``noisy`` are drawn smooth over their faint values, as the page's slider says:
@@ -342,10 +348,10 @@ def _drawn(
         "y": {
             "field": "value",
             "type": "quantitative",
-            "scale": scale,
+            "scale": style.scale,
             "axis": {
                 "title": None,
-                "labelExpr": f"datum.value ? format(datum.value, '{form}') : '0'",
+                "labelExpr": f"datum.value ? format(datum.value, '{style.form}') : '0'",
             },
         },
         "color": colors_of(by, colors, [{by: name} for name in colors] if by == "run" else rows),
@@ -366,13 +372,13 @@ def _drawn(
                 **({} if by == "run" else {"symbolStrokeColor": "var(--ink)"}),
             },
         }
-    line = {"type": "line", "interpolate": interpolate, "strokeWidth": 1.8}
-    points = _points(["step", by] if by == "run" else ["step", by, "run"], noisy)
+    line = {"type": "line", "interpolate": style.interpolate, "strokeWidth": 1.8}
+    points = _points(["step", by] if by == "run" else ["step", by, "run"], style.noisy)
     points["encoding"] |= encoding
     points["encoding"].pop("strokeDash", None)  # filled points would blank the legend's strokes
     layers = [{"mark": line, "encoding": encoding}, points, *_restarts(runs), *_traces(runs)]
     spec: Spec = {"data": {"name": "rows", "values": rows}, "height": HEIGHT, "layer": layers}
-    if noisy:
+    if style.noisy:
         smooth = encoding | {"y": encoding["y"] | {"field": "smooth"}}
         layers[0] = {"mark": line | {"opacity": 0.28}, "encoding": encoding}
         layers.insert(1, {"mark": line, "encoding": smooth})
@@ -439,12 +445,12 @@ def _traces(runs: Sequence[RecordedRun]) -> Iterator[Spec]:
         for first, last in run.traced
     ]
     if rows:
+        band = {"type": "rect", "color": "var(--faint)", "opacity": 0.15}
         yield {
             "data": {"values": rows},
-            "mark": {"type": "rect", "color": "var(--faint)", "opacity": 0.15,
-                     "tooltip": {"content": "data"}},
+            "mark": band | {"tooltip": {"content": "data"}},
             "encoding": {"x": {"field": "first", "type": "quantitative"}, "x2": {"field": "last"}},
-        }  # fmt: skip
+        }
 
 
 def _traffic_rows(run: RecordedRun) -> Iterator[Spec]:

@@ -123,11 +123,12 @@ def guard_storages(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    put, step = DeviceState.put, BoundOptimizer._step
+    # both ways to step flat buffers begin with it
+    put, begin = DeviceState.put, BoundOptimizer._separate_left_out
     of_segment = writing(put, lambda segment, *_: [part.flat for part in segment.parts])
     monkeypatch.setattr(DeviceState, "put", of_segment)
-    on_device = writing(step, lambda of_step, flats, *_: [f for f in flats if not f.offloaded])
-    monkeypatch.setattr(BoundOptimizer, "_step", on_device)
+    on_device = writing(begin, lambda flats: [flat for flat in flats if not flat.offloaded])
+    monkeypatch.setattr(BoundOptimizer, "_separate_left_out", on_device)
     monkeypatch.setattr(OptimizerShard, "keep_in", registering(OptimizerShard.keep_in))
     monkeypatch.setattr(FlatBuffer, "keep_shard_in", registering(FlatBuffer.keep_shard_in))
     for kind in LEASES:

@@ -23,12 +23,13 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.manifest_reading import read_manifest
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints, checkpoints_of
 from hf_zero.checkpoint.script_state import split
+from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_groups import readers
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.engine import release_holders
+from hf_zero.engine import Engine, release_holders
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Strategy
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.strategies.strategy_registry import _StrategyRegistry
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 else:
     _Strategy = object  # ZeroStrategy adds the DDPStrategy of its package
 
@@ -215,34 +217,11 @@ class StrategyMethods(_Strategy):
     def _start_training(self, trainer: Trainer, module: torch.nn.Module) -> EngineProtocol:
         core, types = self._library("core.optimizer"), self._library("utilities.types")
         settings = resolve(self.zero_config, trainer, self.world_size)
-        optimizer, schedulers = None, []
-        if settings.optimizer is None or self._library("utilities.model_helpers").is_overridden(
-            "configure_optimizers", module
-        ):
-            optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
-            if len(optimizers) > 1:
-                raise ConfigError(
-                    f"configure_optimizers returned {len(optimizers)} optimizers, and a ZeRO "
-                    "engine has one; give one optimizer parameter groups, "
-                    "or train the parts in LightningModules of their own"
-                )
-            optimizer = None if isinstance(optimizers[0], core._MockOptimizer) else optimizers[0]
-        if schedulers and settings.scheduler is not None:
-            raise ConfigError(
-                "configure_optimizers returned a scheduler, and the config names "
-                f"{settings.scheduler.type!r}; keep one"
-            )
+        optimizer, schedulers = self._script_optimizer(module, settings)
         engine, chosen, _, scheduler = initialize(
             model=module, optimizer=optimizer, config=settings
         )
-        phases = phases_of(engine)
-        if phases is not None and (phases.changes_batches or phases.changes_micro_batches):
-            engine.destroy()
-            raise ConfigError(
-                f"{PHASES} changes the batch, and Lightning's loop has windows of one size; keep "
-                "sequence_length and the learning rate in it, and let a "
-                "GradientAccumulationScheduler change accumulate_grad_batches"
-            )
+        _refuse_changing_batches(engine)
         engine.measures.keep_in(trainer.default_root_dir)
         if trainer.progress_bar_callback is not None:
             engine.measures.shown_elsewhere()
@@ -260,6 +239,32 @@ class StrategyMethods(_Strategy):
             else [types.LRSchedulerConfig(scheduler, interval="step")]
         )
         return engine
+
+    def _script_optimizer(
+        self, module: torch.nn.Module, settings: ZeroConfig
+    ) -> tuple[torch.optim.Optimizer | None, list[LRSchedulerConfig]]:
+        """Return the optimizer and the schedulers of ``configure_optimizers``; none if ``settings``
+        name the optimizer, and the module does not define it. Raises ConfigError for several
+        optimizers, and for schedulers beside that of ``settings``.
+        """
+        core = self._library("core.optimizer")
+        overridden = self._library("utilities.model_helpers").is_overridden
+        if settings.optimizer is not None and not overridden("configure_optimizers", module):
+            return None, []
+        optimizers, schedulers = core._init_optimizers_and_lr_schedulers(module)
+        if len(optimizers) > 1:
+            raise ConfigError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, and a ZeRO "
+                "engine has one; give one optimizer parameter groups, "
+                "or train the parts in LightningModules of their own"
+            )
+        if schedulers and settings.scheduler is not None:
+            raise ConfigError(
+                "configure_optimizers returned a scheduler, and the config names "
+                f"{settings.scheduler.type!r}; keep one"
+            )
+        optimizer = None if isinstance(optimizers[0], core._MockOptimizer) else optimizers[0]
+        return optimizer, schedulers
 
     def on_train_start(self) -> None:
         """Record the number of steps of the run, where Lightning knows it: for as many steps in
@@ -484,6 +489,18 @@ class StrategyMethods(_Strategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
         """No-op: ``load_checkpoint`` has read the state into the shards."""
+
+
+def _refuse_changing_batches(engine: Engine) -> None:
+    """End ``engine`` and raise ConfigError if training phases change its batches."""
+    phases = phases_of(engine)
+    if phases is not None and (phases.changes_batches or phases.changes_micro_batches):
+        engine.destroy()
+        raise ConfigError(
+            f"{PHASES} changes the batch, and Lightning's loop has windows of one size; keep "
+            "sequence_length and the learning rate in it, and let a "
+            "GradientAccumulationScheduler change accumulate_grad_batches"
+        )
 
 
 def _refuse_uneven(loader: object, limit: float) -> None:

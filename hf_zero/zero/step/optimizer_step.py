@@ -447,10 +447,8 @@ class OptimizerStep:
         if self.feature_hooks.counted_state:
             self.model.wait_until_writable()
         with ExitStack() as counted:
-            contexts = [
-                counted.enter_context(context()) for context in self.feature_hooks.counted_state
-            ]
-            yield any(contexts)
+            changed = [counted.enter_context(hook()) for hook in self.feature_hooks.counted_state]
+            yield any(changed)
 
     def forget_state(self) -> None:
         """Reset the optimizer's state to that before the first step.
