@@ -52,23 +52,21 @@ def save_whole(
     )
     write = _write_tensors if path.suffix == ".safetensors" else _write_state_dict
 
-    try:
-        error = write(engine, temporary, elsewhere, exclude_frozen_parameters)
-    except BaseException:  # of a gather
-        if engine.global_rank == 0:
-            temporary.unlink(missing_ok=True)
-        raise
-
     def publish() -> None:
         if error is not None:
-            with suppress(OSError):  # there may be no folder
-                temporary.unlink()
             raise error
         if engine.global_rank == 0:
             os.replace(temporary, path)
             storage.fsync_path(path.parent)
 
-    collective_try(engine.mesh, publish, path)
+    try:
+        error = write(engine, temporary, elsewhere, exclude_frozen_parameters)
+        collective_try(engine.mesh, publish, path)
+    except BaseException:  # of a gather, too
+        if engine.global_rank == 0:
+            with suppress(OSError):  # there may be no folder
+                temporary.unlink()
+        raise
     return path
 
 

@@ -44,7 +44,7 @@ from tests.checkpoint.jobs import (
     state_of,
     weights,
 )
-from tests.helpers.engines import start
+from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.split import Split, config_of_split, split
@@ -203,6 +203,25 @@ def test_names_that_no_file_can_hold_are_refused_before_the_write(tmp_path, name
     assert list(tmp_path.iterdir()) == []
     if name == "__metadata__":
         fails([repr(name)], run, TWO_WHOLE, make, lambda e: e.save_16bit_model(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+def test_a_whole_file_that_is_not_published_leaves_nothing(tmp_path, name, monkeypatch):
+    """A folder is in its place, or a signal ends the save after the file was written."""
+    (tmp_path / name).mkdir()
+    fails(["Is a directory"], run, TWO_WHOLE, small, lambda e: e.save_16bit_model(tmp_path, name))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+    def interrupt(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    model = small()
+    engine = start(model, adamw(model), config_of(1))
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_16bit_model(tmp_path / "other", name)
+    assert list((tmp_path / "other").iterdir()) == []
+    engine.destroy()
 
 
 def test_folders_that_are_no_paths_are_refused_before_anything_is_written(tmp_path, monkeypatch):
