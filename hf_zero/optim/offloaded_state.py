@@ -127,6 +127,7 @@ class OffloadedState(OffloadedSegments):
     ) -> SubGroupUpdate:
         """Return the update of all state in one step, with the group settings of this moment."""
         self.create_momenta()
+        self.create_maxima()
         self.rewrite_initial_values()
         groups, narrow = self._entries.groups, self._entries.bf16
         rules = [self.rule(index) for index in range(len(groups))]
@@ -206,8 +207,14 @@ class OffloadedState(OffloadedSegments):
         """
         if self._entries.of(segment):
             return
-        flat, first = segment.parts[0].flat, first or self._initial.cached(decoded=True)
+        self._create_missing_names(segment, first or self._initial.cached(decoded=True))
+        segment.begun = False
+
+    def _create_missing_names(self, segment: Segment, first: InitialValues) -> None:
+        flat, live = segment.parts[0].flat, self._entries.states[segment.tensor]
         for name, value in first(segment.group, _like(segment)).items():
+            if name in live:
+                continue
             entry: object = copy_of(value)
             if is_elementwise(name, value, (1,)):
                 if name not in flat.contents.names():
@@ -215,8 +222,7 @@ class OffloadedState(OffloadedSegments):
                     for other in self.segments(flat):  # initial values may differ between groups
                         self._write_first(other, first, name)
                 entry = self.view(segment, name)
-            self._entries.states[segment.tensor][name] = entry
-        segment.begun = False
+            live[name] = entry
 
     def _write_first(self, segment: Segment, first: InitialValues, *names: str) -> None:
         """Write the values before the first step other than 0 into states of ``segment`` that
@@ -284,11 +290,13 @@ class OffloadedState(OffloadedSegments):
 
     def rewrite_initial_values(self) -> None:
         """Write the initial values of segments that were not stepped yet: ASGD's and Rprop's
-        contains the learning rate, which a schedule or a load may have changed since.
+        contains the learning rate, which a schedule or a load may have changed since. A script may
+        also have switched a setting on that keeps a further state.
         """
         first = self._initial.cached(decoded=True)
         for segment in self.all_segments:
             if not segment.begun:
+                self._create_missing_names(segment, first)
                 self._write_first(segment, first)
 
     def create_momenta(self) -> None:
@@ -300,6 +308,27 @@ class OffloadedState(OffloadedSegments):
         ]
         for segment in new:
             self.create(segment)
+
+    def create_maxima(self) -> None:
+        """Create AMSGrad's maxima of segments that were stepped without them, as CPUAdam does.
+
+        Raises UnsupportedOptimizerError for other classes, whose own step would not find them.
+        """
+        for index, group in enumerate(self._entries.groups):
+            if not group.get("amsgrad"):
+                continue
+            first = self._initial.cached(decoded=True)
+            for segment in self.all_segments:
+                known = self._entries.states.get(segment.tensor, {})
+                if segment.group != index or not segment.begun or "max_exp_avg_sq" in known:
+                    continue
+                if not isinstance(self._entries.optimizer, CPUAdam):
+                    raise UnsupportedOptimizerError(
+                        f"amsgrad of group {index} is true and its state has no maxima of earlier "
+                        "steps; set it before the first step, as for a plain "
+                        f"{type(self._entries.optimizer).__name__}"
+                    )
+                self._create_missing_names(segment, first)
 
     def arrays(self, flat: OptimizerShard) -> FetchedArrays:
         """Return the master weights and each per-element state of ``flat``, 1-D over

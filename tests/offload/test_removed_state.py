@@ -1,9 +1,10 @@
-"""Offloaded state that a script removes from ``optimizer.state``, a state dict that it keeps, and
-reads of weights in another process than the one that updates them.
+"""Offloaded state that a script removes from ``optimizer.state`` or requires by a setting, a state
+dict that it keeps, and reads of weights in another process than the one that updates them.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 import transformers
 
 import hf_zero
-from hf_zero.errors import OffloadError
+from hf_zero.errors import OffloadError, UnsupportedOptimizerError
+from hf_zero.optim import CPUAdam
+from tests.helpers.cells import in_one_item
 
 ROWS = torch.randn(6, 4, 16, generator=torch.Generator().manual_seed(1))
 
@@ -55,12 +58,13 @@ def steps_beside(
     torchs: torch.optim.Optimizer,
     engine: Any,
     change: Callable[[torch.optim.Optimizer], None],
+    steps_before: int = 3,
 ) -> Iterator[None]:
-    """Step ``plain`` and ``engine`` over ROWS; ``change`` both optimizers before the fourth step.
-    Yield after each step.
+    """Step ``plain`` and ``engine`` over ROWS; ``change`` both optimizers after ``steps_before``
+    steps. Yield after each step.
     """
     for number, rows in enumerate(ROWS):
-        if number == 3:
+        if number == steps_before:
             change(torchs)
             change(engine.optimizer)
         plain(rows).square().mean().backward()
@@ -83,6 +87,44 @@ def test_it_begins_anew(name: str, remove: Any, device: str, tmp_path: Path) -> 
     for ours, theirs in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
     engine.destroy()
+
+
+def switch(name: str) -> Callable[[torch.optim.Optimizer], None]:
+    def change(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group[name] = True
+
+    return change
+
+
+@in_one_item([
+    ("AdamW", "amsgrad", 0, "cpu"), ("AdamW", "amsgrad", 0, "nvme"),
+    ("RMSprop", "centered", 0, "cpu"), ("CPUAdam", "amsgrad", 3, "nvme"),
+])  # fmt: skip
+def test_a_setting_that_keeps_a_further_state(case: tuple[str, str, int, str]) -> None:
+    """Before the first step, as with every class of torch; CPUAdam's also later."""
+    name, setting, steps_before, device = case
+    plain, model = build(), build()
+    make = MAKERS.get(name, CPUAdam)
+    torchs, given = make(plain.parameters()), make(model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        engine = started(model, given, tier_of(device, Path(folder)))
+        for _ in steps_beside(plain, torchs, engine, switch(setting), steps_before):
+            pass
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+        engine.destroy()
+
+
+def test_maxima_of_steps_that_kept_none_are_refused() -> None:
+    model = build()
+    engine = started(model, MAKERS["AdamW"](model.parameters()), {"device": "cpu"})
+    engine.backward(engine(ROWS[0]).square().mean())
+    engine.step()
+    switch("amsgrad")(engine.optimizer)
+    engine.backward(engine(ROWS[1]).square().mean())
+    with pytest.raises(UnsupportedOptimizerError, match=r"amsgrad of group 0 .* set it before the"):
+        engine.step()
 
 
 def scale(optimizer: torch.optim.Optimizer) -> None:
