@@ -1,5 +1,5 @@
 """The steps of an optimizer with a momentum in one bit: the choice between dense and one-bit steps,
-the freeze between them, and the messages of each.
+what happens between them, and the messages of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.compression.flat_lamb import FlatLamb
-from hf_zero.compression.flat_momentum import LIMIT, FlatMomentum, corrects
+from hf_zero.compression.flat_momentum import LIMIT, FlatMomentum
+from hf_zero.compression.frozen_variance import FrozenVariance
 from hf_zero.compression.local_steps import LIMIT_OF_MEANS, LocalSteps
 from hf_zero.compression.rank_norm import RankNorm, note
 from hf_zero.config import ZeroConfig
@@ -83,6 +84,7 @@ class OneBitSteps(Feature):
         self._writes = 0  # count of writes by scripts to state at the last gather
         self._stale = False  # a script has written to weights or state since the last step
         self._norm = RankNorm(mesh, bound, step.kernels)
+        self._variance = FrozenVariance(mesh, bound, one_bit)
         self._lr = 0.0  # learning rate of the last dense step
         self._warned = False  # about momenta that have outgrown the variance
 
@@ -121,7 +123,7 @@ class OneBitSteps(Feature):
         if interval == local.interval:
             return
         if self._compressing and not local.active:
-            self._count_variance()
+            self._variance.rescale(self._momenta, self._made, self._local.active)
             self._compressing = False  # the momenta that join now must be frozen, too
         local.interval = interval
         for momentum in local.uncoded:
@@ -217,34 +219,25 @@ class OneBitSteps(Feature):
         elif not self.sends:
             self._lr = max(float(group["lr"]) for group in self._bound.groups)
             if self._compressing:
-                self._count_variance()
+                self._variance.rescale(self._momenta, self._made, self._local.active)
 
     def _freeze(self) -> None:
         """Freeze the variance after a dense step or a load, and raise tiny ones (collective)."""
-        group = self._bound.groups[0]
-        resumed = group.get(FROZEN_AT)
-        frozen = resumed is not None and self._is_still_frozen(int(resumed))
+        variance, made, local = self._variance, self._made, self._local
+        was_frozen, frozen = variance.was_frozen, variance.serves_after(made)
         fresh = [] if frozen else [*self._chosen]
-        if self._local.active and not (frozen and group.get(ALL_FROZEN_AT) == self._made):
-            fresh += self._local.uncoded
-        if self._rescales or not frozen:
-            self._note_frozen()
+        if local.active and not (frozen and variance.covers_all_at(made)):
+            fresh += local.uncoded
+        if variance.rescales or not frozen:
+            variance.note(made, local.active)
         if not fresh:
             return
-        lags = self._lags()
-        denominators = [momentum.denominators(self._made, lags) for momentum in fresh]
-        sums = self._all_sums(fresh, denominators)
-        total = torch.cat(sums, 1).sum(1)
-        usual = (total[0] / total[1].clamp(min=1.0)).sqrt()
-        for momentum, local, of in zip(fresh, denominators, sums):
-            momentum.raise_variance(local, of, usual, self._made, lags)
-            momentum.freeze()
-        if frozen or self._mesh.rank or (self._one_bit.renews and resumed is not None):
-            return
-        rising = (
-            not self._one_bit.renews
-            and max(float(group["lr"]) for group in self._bound.groups) > self._lr > 0.0
-        )
+        variance.freeze(fresh, made)
+        if not (frozen or self._mesh.rank or (self._one_bit.renews and was_frozen)):
+            self._log_freeze()
+
+    def _log_freeze(self) -> None:
+        """Log what travels from now on, and warn of a learning rate that still rises."""
         dense = sum(2 * m.flat.layout.padded * m.flat.dtype.itemsize for m in self._chosen)
         sent = sum(2 * m.blocks.rows * m.blocks.nbytes for m in self._chosen)
         logger.info(
@@ -254,38 +247,19 @@ class OneBitSteps(Feature):
             f"{sent:,}",
             f"{dense:,}",
         )
-        if rising:
+        rate = max(float(group["lr"]) for group in self._bound.groups)
+        if rate > self._lr > 0.0 and not self._one_bit.renews:
             logger.warning(
                 "step %d: the variance is frozen while the learning rate still rises; freeze it "
                 "well after the warm-up: a freeze_step of twice its length has held",
                 self._made + 1,
             )
 
-    @property
-    def _rescales(self) -> bool:
-        """Return whether a save between steps in one bit notes its own step, to which it has
-        rescaled the variance. Without bias correction it stays the variance of the step that froze
-        it.
-        """
-        return self._one_bit.renews or corrects(self._bound.groups[0])
-
-    def _is_still_frozen(self, at: int) -> bool:
-        """Return whether the variance frozen in step ``at`` serves the next step, after a load."""
-        is_dense = self._one_bit.is_dense
-        if is_dense(self._made):
-            return False
-        return at == self._made or (not self._rescales and at < self._made and not is_dense(at + 1))
-
-    def _note_frozen(self) -> None:
-        """Record that the variance is that of the last step made."""
-        note(self._bound, FROZEN_AT, self._made)
-        if self._local.active:
-            note(self._bound, ALL_FROZEN_AT, self._made)
-
     def _gather_all(self) -> None:
         """Gather the owners' weights, denominators and momentum on all ranks (collective)."""
-        lags, momenta = self._lags(), self._momenta
-        denominators = [momentum.denominators(self._frozen_at, lags) for momentum in momenta]
+        variance, momenta = self._variance, self._momenta
+        lags = variance.lags(self._made)
+        denominators = [momentum.denominators(variance.at, lags) for momentum in momenta]
         # pending local steps began with the momentum of the last synchronization
         renews = not self._local.pending
         pairs = [pair for m, local in zip(momenta, denominators) for pair in m.begin(local, renews)]
@@ -294,43 +268,13 @@ class OneBitSteps(Feature):
         for momentum in momenta:
             momentum.note_master()
         if self._lamb:
-            for lamb, sums in zip(self._lamb, self._all_sums(self._lamb, denominators)):
+            for lamb, sums in zip(self._lamb, variance.sums(self._lamb, denominators)):
                 lamb.keep_least(sums)
             scales = torch.cat([lamb.held_scales() for lamb in self._lamb], 1)
             scales = scales.to(self._mesh.device)
             self._mesh.shard.all_reduce(scales, "trust ratios", maximum=True).wait()
             for momentum, own_scales in zip(self._lamb, scales.split(self._tensors, 1)):
                 momentum.set_scales(own_scales)
-
-    @property
-    def _frozen_at(self) -> int:
-        """The step that the variance belongs to."""
-        return int(self._bound.groups[0][FROZEN_AT])
-
-    def _lags(self) -> dict[str, int]:
-        """Return by how many steps parameters lag behind, because they were unused in these."""
-        return {
-            name: self._made - int((numbers or {}).get("step", 0))
-            for name, numbers in self._bound.state.scalars.of_parameters().items()
-        }
-
-    def _all_sums(
-        self, momenta: Sequence[FlatMomentum], denominators: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return the sums of all ranks (collective)."""
-        sums = [momentum.sums(local) for momentum, local in zip(momenta, denominators)]
-        total = torch.cat(sums, 1)
-        self._mesh.shard.all_reduce(total, "squares of denominators").wait()
-        return list(total.split([part.shape[1] for part in sums], 1))
-
-    def _count_variance(self) -> None:
-        """Rescale the variance to the last step made, before a dense step or a save."""
-        if not self._rescales:
-            return
-        lags = self._lags()
-        for momentum in self._momenta:
-            momentum.count_variance(self._frozen_at, self._made, lags)
-        self._note_frozen()
 
     @property
     def _beta(self) -> float:
@@ -351,7 +295,7 @@ class OneBitSteps(Feature):
 
     def _message(self, momentum: FlatMomentum) -> MomentumMessage:
         """Return the message of a step that all ranks make together."""
-        settings = partial(momentum.settings, step=self._made, frozen=self._frozen_at)
+        settings = partial(momentum.settings, step=self._made, frozen=self._variance.at)
         return MomentumMessage(
             momentum, self._gradient(momentum), settings, momentum.flat.gradient.unused
         )
@@ -462,7 +406,7 @@ class OneBitSteps(Feature):
         for lamb in self._lamb:
             lamb.store_scales()
         if self._compressing:
-            self._count_variance()
+            self._variance.rescale(self._momenta, self._made, self._local.active)
         self._compressing = False  # everything is gathered anew, as after a load
 
     @contextmanager
@@ -476,7 +420,7 @@ class OneBitSteps(Feature):
         variances = [m.state(name) for m in self._momenta for name in m.VARIANCES]
         copies = [variance.clone() for variance in variances]
         notes = {key: self._bound.groups[0].get(key) for key in (FROZEN_AT, ALL_FROZEN_AT)}
-        self._count_variance()
+        self._variance.rescale(self._momenta, self._made, self._local.active)
         try:
             yield True
         finally:
@@ -489,7 +433,8 @@ class OneBitSteps(Feature):
     def remove(self) -> None:
         # with the memory of the optimizer that they hold
         self._lamb, self._chosen = [], []
-        self._step = self._bound = self._local = self._norm = None  # type: ignore[assignment]
+        self._step = self._bound = self._local = None  # type: ignore[assignment]
+        self._norm = self._variance = None  # type: ignore[assignment]
 
     def state_bytes(self) -> Mapping[str, int]:
         nbytes = sum(momentum.nbytes() for momentum in self._chosen) + self._local.nbytes()

@@ -8,7 +8,7 @@ This module has AdamW and the decision when to compress; the engine compresses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,7 +62,6 @@ class _OneBitAdamW(SendsMomentum, Adam):
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
-        arguments = locals()
         check_momentum(type(self).__name__, betas)
         settings: dict[str, tuple[float, float] | float | Tensor] = {
             "lr": lr,
@@ -73,14 +72,16 @@ class _OneBitAdamW(SendsMomentum, Adam):
         super().__init__(
             params, bias_correction=bias_correction, decoupled_weight_decay=True, **settings
         )
-        say_what_is_idle(self, arguments)
+        log_idle_settings(self, cuda_aware=cuda_aware, comm_backend_name=comm_backend_name)
 
 
-def say_what_is_idle(optimizer: torch.optim.Optimizer, arguments: Mapping[str, object]) -> None:
-    """Log the settings of DeepSpeed that are accepted without effect."""
-    masked = any("exp_avg_mask" in group for group in optimizer.param_groups)
+def log_idle_settings(optimizer: torch.optim.Optimizer, **settings: object) -> None:
+    """Log those of ``settings``, which DeepSpeed has, that are given: they have no effect."""
+    given = {key for key, value in settings.items() if value is not None}
+    if any("exp_avg_mask" in group for group in optimizer.param_groups):
+        given.add("exp_avg_mask")
     for key, why in _IDLE.items():
-        if arguments.get(key) is not None or (masked and key == "exp_avg_mask"):
+        if key in given:
             logger.info("%s: %s has no effect: %s", type(optimizer).__name__, key, why)
 
 
@@ -193,6 +194,7 @@ class ZeroOneAdam(_OneBitAdamW):
 
 
 def check_momentum(name: str, betas: tuple[float, float]) -> None:
+    """Raise ConfigError unless the first of ``betas`` makes a momentum."""
     if not 0.0 < betas[0] < 1.0:
         raise ConfigError(
             f"{name}: betas is {betas}; the momentum that travels needs a first one in (0, 1)"
@@ -200,6 +202,7 @@ def check_momentum(name: str, betas: tuple[float, float]) -> None:
 
 
 def steps_of(name: str, key: str, value: object) -> int:
+    """Return ``value``, a number of steps. Raises ConfigError for what is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: {key} is {value!r}; give a number of steps of at least 1")
     return value
@@ -230,15 +233,15 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
     Raises:
         ConfigError: other settings of ``config`` are incompatible with it.
     """
-    both = config.section_of(CompressedCommunication)
+    section = config.section_of(CompressedCommunication)
     ours = isinstance(optimizer, SendsMomentum)
-    if optimizer is not None and both.freeze_step is not None and (ours or both.bits != 1):
+    if optimizer is not None and section.freeze_step is not None and (ours or section.bits != 1):
         instead = f"write freeze_step in the parameters of {type(optimizer).__name__}"
         raise ConfigError(
-            f"compressed_communication.freeze_step: {both.freeze_step} is for bits: 1 with Adam or "
-            f"AdamW; {instead if ours else 'write bits: 1, or remove it'}"
+            f"compressed_communication.freeze_step: {section.freeze_step} is for bits: 1 with Adam "
+            f"or AdamW; {instead if ours else 'write bits: 1, or remove it'}"
         )
-    if optimizer is None or (both.bits != 1 and not ours):
+    if optimizer is None or (section.bits != 1 and not ours):
         return None
     name = type(optimizer).__name__
     is_dense: Callable[[int], bool]
@@ -251,7 +254,7 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
                 f"{BITS}: 1 sends the momentum of Adam or AdamW, and the optimizer is {name}; "
                 f"take one of them, or {BITS}: 4, which goes with any element-wise optimizer"
             )
-        freeze = both.freeze_step
+        freeze = section.freeze_step
         if freeze is None:
             raise ConfigError(
                 f"{BITS}: 1 without compressed_communication.freeze_step: one bit does not do "
@@ -259,36 +262,36 @@ def one_bit_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> O
                 "of all and well after the learning rate has warmed up"
             )
         is_dense = freeze.__ge__
-    _check(config, optimizer, f"{name} in 1 bit")
+    local = isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1
+    _check(config, optimizer, local)
     lamb = isinstance(optimizer, TensorSumOptimizer)
     renews = isinstance(optimizer, ZeroOneAdam)
-    local = isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1
-    return OneBit(is_dense, both.block_size or _BLOCK, lamb, renews, local, interval)
+    return OneBit(is_dense, section.block_size or _BLOCK, lamb, renews, local, interval)
 
 
-def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> None:
-    local = isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper > 1
+def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, local: bool) -> None:
+    """Raise ConfigError for other settings that a momentum in one bit does not go with; ``local``:
+    some steps synchronize nothing.
+    """
+    wrong = [*conflicts_in("one_bit", config.written)]
     rounds = {
         "quantize_training": config.section_of(QuantizeTraining).enabled,
         "compression_training": config.section_of(WeightQuantization).enabled,
     }
-    reasons = {
-        key: local and on and "forwards compute with weights of the rank; set local_step_clipper: 1"
-        for key, on in rounds.items()
-    }
-    wrong = [
-        *conflicts_in("one_bit", config.written),
-        *(f"{key}: {why}" for key, why in reasons.items() if why),
-    ]
+    for key, is_on in rounds.items():
+        if local and is_on:
+            why = "forwards compute with weights of the rank; set local_step_clipper: 1"
+            wrong.append(f"{key}: {why}")
+    adds_decay = elementwise_base(type(optimizer)) in _ADAM
+    first = optimizer.param_groups[0]
     for group in optimizer.param_groups:
-        plain = elementwise_base(type(optimizer)) in _ADAM
-        if plain and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+        if adds_decay and group["weight_decay"] and not group.get("decoupled_weight_decay"):
             wrong.append("weight_decay of Adam, which is added to the gradient: take AdamW")
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 wrong.append(f"{key}: a group sets it; leave it off")
-        for key, first in optimizer.param_groups[0].items():
-            if key in ("betas", "bias_correction") and group.get(key, first) != first:
+        for key in ("betas", "bias_correction"):
+            if key in first and group.get(key, first[key]) != first[key]:
                 wrong.append(f"{key}: groups differ; give all the same")
         if not 0.0 < float(group["betas"][0]) < 1.0:
             wrong.append(f"betas {group['betas']}: give a first one in (0, 1)")
@@ -296,7 +299,8 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
     if block is not None and block not in BLOCKS:
         wrong.append(f"compressed_communication.block_size: {block} is none of {BLOCKS}")
     if wrong:
-        raise ConfigError(f"{what} does not go with " + "; ".join(dict.fromkeys(wrong)))
+        name = type(optimizer).__name__
+        raise ConfigError(f"{name} in 1 bit does not go with " + "; ".join(dict.fromkeys(wrong)))
 
 
 def one_bit_at_one(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> OneBit | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.one_bit import SendsMomentum, check_momentum, say_what_is_idle, steps_of
+from hf_zero.optim.one_bit import SendsMomentum, check_momentum, log_idle_settings, steps_of
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.optim.trust_ratio import Lamb, ratios
 from hf_zero.optim.whole_tensor import Parts
@@ -70,7 +70,6 @@ class OneBitLamb(SendsMomentum, Lamb):
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
-        arguments = locals()
         self.freeze_step = steps_of("OneBitLamb", "freeze_step", freeze_step)
         check_momentum("OneBitLamb", betas)
         if not 0.0 <= coeff_beta < 1.0 or not 0.0 < factor_min <= factor_max:
@@ -87,11 +86,12 @@ class OneBitLamb(SendsMomentum, Lamb):
             params, lr, betas, eps, weight_decay, bias_correction=bias_correction,
             max_coeff=max_coeff, min_coeff=min_coeff, eps_inside_sqrt=eps_inside_sqrt
         )  # fmt: skip
-        for key in ("coeff_beta", *FACTOR_SETTINGS):
-            self.defaults[key] = arguments[key]
+        bounds = dict(zip(FACTOR_SETTINGS, (factor_min, factor_max, factor_threshold)))
+        for key, value in {"coeff_beta": coeff_beta, **bounds}.items():
+            self.defaults[key] = value
             for group in self.param_groups:
-                group.setdefault(key, arguments[key])
-        say_what_is_idle(self, arguments)
+                group.setdefault(key, value)
+        log_idle_settings(self, cuda_aware=cuda_aware, comm_backend_name=comm_backend_name)
 
     def is_dense(self, step: int) -> bool:
         return step <= self.freeze_step

@@ -34,7 +34,7 @@ def keep_given_optimizer(trainer: Trainer) -> None:
     if isinstance(trainer.optimizer, torch.optim.Optimizer) and not isinstance(
         trainer.optimizer, AcceleratedOptimizer
     ):
-        # A schedule that the Trainer has made, by a call of the script, is made anew by each train().
+        # A schedule that the Trainer has made, called by the script, is made anew by each train().
         scheduler = None if trainer._created_lr_scheduler else trainer.lr_scheduler
         setattr(trainer, GIVEN, (trainer.optimizer, scheduler))
 
