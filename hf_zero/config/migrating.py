@@ -23,6 +23,7 @@ from hf_zero.config.accelerate_yaml import (
 from hf_zero.config.dialects import read_any
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.migrating_sections import (
+    Findings,
     KeyFinding,
     Outcome,
     add_translated,
@@ -65,7 +66,7 @@ class Migration(NamedTuple):
 
     before: JsonObject
     after: JsonObject
-    findings: list[KeyFinding]
+    findings: Findings
 
     @property
     def runs(self) -> bool:
@@ -95,7 +96,7 @@ def migrate(
             f"{source}: {f'no key of it ({some}) is known to' if before else 'it has no key of'} "
             "DeepSpeed, Accelerate or hf-zero; pass a DeepSpeed JSON or an Accelerate YAML"
         )
-    findings: list[KeyFinding] = []
+    findings = Findings()
     if is_trainer(before):
         filled, trainer = translate_trainer(before, findings)
         after = _settle(filled, findings, source, check)
@@ -128,9 +129,7 @@ def _refuse_programs(before: Mapping[str, object], source: str) -> None:
             )
 
 
-def _settle(
-    after: dict[str, object], findings: list[KeyFinding], source: str, check: Check
-) -> JsonObject:
+def _settle(after: dict[str, object], findings: Findings, source: str, check: Check) -> JsonObject:
     """Read the result as a whole: add to ``findings`` what contradicts, what ``initialize`` would
     refuse and what has no effect beside other keys; return the result without the latter.
     """
@@ -139,9 +138,9 @@ def _settle(
     except NotBuiltError as error:
         keys = _offenders(str(error), findings, source)
         if not keys:
-            findings.append(KeyFinding("", None, "to fix", _said(error, source)))
+            findings.add("", None, "to fix", _said(error, source))
             return after
-        _mark(findings, dict.fromkeys(keys, ("left out", _said(error, source))))
+        findings.mark(dict.fromkeys(keys, ("left out", _said(error, source))))
         return _settle(_without(after, keys), findings, source, check)
     except ConfigError as error:
         for message in Mistakes.texts(error):
@@ -151,9 +150,9 @@ def _settle(
             ]
             if of_file:
                 note = f"{message}; {of_file[0].note}"
-                _mark(findings, {of_file[0].key: ("to fix", note)})
+                findings.mark({of_file[0].key: ("to fix", note)})
             else:
-                findings.append(KeyFinding(", ".join(keys), None, "to fix", message))
+                findings.add(", ".join(keys), None, "to fix", message)
         reading = read_any(_here(after), source)
         given, autos = reading.given(), frozenset(reading.autos)
     else:
@@ -164,13 +163,13 @@ def _settle(
     refused: dict[str, tuple[Outcome, str]] = {
         written.get(path, path): ("to fix", why) for path, why in check(given).items()
     }
-    _mark(findings, refused)
+    findings.mark(refused)
     idle: dict[str, tuple[Outcome, str]] = {
         finding.key: ("no effect", why)
         for finding in findings
         if finding.outcome == "taken" and (why := _idle(finding, given, autos))
     }
-    _mark(findings, idle)
+    findings.mark(idle)
     return _without(after, idle)
 
 
@@ -182,17 +181,7 @@ def _idle(finding: KeyFinding, values: Mapping[str, object], autos: Collection[s
     return key.why_idle(values, autos)
 
 
-def _mark(findings: list[KeyFinding], outcomes: Mapping[str, tuple[Outcome, str]]) -> None:
-    """Replace outcome and note of the findings of these keys, or add findings."""
-    for key, (outcome, note) in outcomes.items():
-        at = next((i for i, finding in enumerate(findings) if finding.key == key), None)
-        if at is None:
-            findings.append(KeyFinding(key, None, outcome, note))
-        else:
-            findings[at] = findings[at]._replace(outcome=outcome, note=note)
-
-
-def _offenders(message: str, findings: list[KeyFinding], source: str) -> list[str]:
+def _offenders(message: str, findings: Findings, source: str) -> list[str]:
     """Return the keys of the file that a message about the result names."""
     named = [
         finding.key
@@ -237,7 +226,7 @@ def _here(after: JsonObject) -> dict[str, object]:
     return _without(after, ["deepspeed_config.deepspeed_config_file"])
 
 
-def _deepspeed(before: Mapping[str, object], findings: list[KeyFinding], source: str) -> JsonObject:
+def _deepspeed(before: Mapping[str, object], findings: Findings, source: str) -> JsonObject:
     """Translate DeepSpeed's JSON."""
     taken = _dialect(before, "", findings, source)
     optimizer = taken.get("optimizer") or {}
@@ -246,14 +235,14 @@ def _deepspeed(before: Mapping[str, object], findings: list[KeyFinding], source:
     if norm and before.get("gradient_clipping", AUTO) in (AUTO, norm):
         note = f"gradient_clipping: {norm}"
         if "gradient_clipping" in before:
-            _mark(findings, {"gradient_clipping": ("translated", f"{norm}, of max_grad_norm")})
-        findings.append(KeyFinding("optimizer.params.max_grad_norm", norm, "translated", note))
+            findings.mark({"gradient_clipping": ("translated", f"{norm}, of max_grad_norm")})
+        findings.add("optimizer.params.max_grad_norm", norm, "translated", note)
         taken = _without(taken, ["optimizer.params.max_grad_norm"]) | {"gradient_clipping": norm}
     idle = idle_params(optimizer.get("type"), params)
     gone = [name for name in params if name in idle]
     for name in gone:
         key = f"optimizer.params.{name}"
-        findings.append(KeyFinding(key, params[name], "no effect", idle[name]))
+        findings.add(key, params[name], "no effect", idle[name])
     taken = _without(taken, [f"optimizer.params.{name}" for name in gone])
     remaining = (taken.get("optimizer") or {}).get("params")
     findings[:] = [
@@ -264,7 +253,7 @@ def _deepspeed(before: Mapping[str, object], findings: list[KeyFinding], source:
     return taken
 
 
-def _compiled(written: Mapping[str, object], findings: list[KeyFinding], source: str) -> JsonObject:
+def _compiled(written: Mapping[str, object], findings: Findings, source: str) -> JsonObject:
     """Translate DeepSpeed's section ``compile``: to compile the model, by itself or by DeepCompile,
     becomes to compile blocks.
     """
@@ -276,18 +265,18 @@ def _compiled(written: Mapping[str, object], findings: list[KeyFinding], source:
     ours = {name: item for name, item in written.items() if name in ("backend", "mode", "dynamic")}
     if not requested:
         why = "nothing is compiled without blocks: true"
-        findings.append(KeyFinding("compile", dict(written), "no effect", why))
+        findings.add("compile", dict(written), "no effect", why)
         return {}
     options = {"blocks": True, **ours}
     beside = [name for name in written if name not in {*options, "enabled", "disable"}]
     suffix = f"; hf-zero has none of DeepCompile ({', '.join(beside)})" if beside else ""
     note = f"compile: {plain(options)}: torch.compile compiles the forward of each block{suffix}"
-    findings.append(KeyFinding("compile", dict(written), "translated", note))
+    findings.add("compile", dict(written), "translated", note)
     return options
 
 
 def _dialect(
-    mapping: Mapping[str, object], prefix: str, findings: list[KeyFinding], source: str
+    mapping: Mapping[str, object], prefix: str, findings: Findings, source: str
 ) -> JsonObject:
     """Return the keys of ``mapping`` that are taken, each judged by itself."""
     taken: JsonObject = {}
@@ -308,7 +297,7 @@ def _dialect(
         reading.read_key(written, value, source)
         key = KEYS.get(path)
         if is_comment(str(name)):
-            findings.append(KeyFinding(written, value, "left out", "a comment"))
+            findings.add(written, value, "left out", "a comment")
         elif reading.mistakes:
             bare = _unquoted(written, value)
             if bare is None:
@@ -316,15 +305,13 @@ def _dialect(
                 findings.append(_mistaken(written, value, reading, path, source, lost))
             else:
                 taken[name] = bare
-                findings.append(
-                    KeyFinding(written, value, "translated", f"{shown(bare)}, without quotes")
-                )
+                findings.add(written, value, "translated", f"{shown(bare)}, without quotes")
         elif key is not None and key.status is not Status.ACTIVE:
             why = key.note if key.status is Status.INERT else key.off_note
             outcome: Outcome = "left out" if key.asks(value) else "no effect"
-            findings.append(KeyFinding(written, value, outcome, why))
+            findings.add(written, value, outcome, why)
         else:
-            findings.append(KeyFinding(written, value, "taken"))
+            findings.add(written, value, "taken")
             taken[name] = value
     return taken
 
@@ -412,7 +399,7 @@ class _Accelerate:
     and returns whether it has translated them; other keys are judged by themselves.
     """
 
-    def __init__(self, before: Mapping[str, Any], findings: list[KeyFinding], source: str) -> None:
+    def __init__(self, before: Mapping[str, Any], findings: Findings, source: str) -> None:
         machines = str(before.get("num_machines") or 1)
         is_number = machines.isdecimal() and len(machines) < 10  # int() refuses thousands of digits
         self.hosts = int(machines) if is_number else 1
@@ -427,7 +414,7 @@ class _Accelerate:
             if translate is not None and translate(self, name, value):
                 continue
             if belongs_to_fsdp(name):
-                self.find(name, value, "to fix", "put it under fsdp_config")
+                self.findings.add(name, value, "to fix", "put it under fsdp_config")
                 continue
             if _judge({name: value}, name, value, self.findings, self.source):
                 self.after[name] = value
@@ -437,13 +424,10 @@ class _Accelerate:
         if self.kind in ("FSDP", *_DDP) and "gradient_clipping" not in self.section:
             self.section["gradient_clipping"] = 0.0
             note = "gradient_clipping: 0.0, as Accelerate fills in 1.0; clip_grad_norm_ still clips"
-            self.find("", None, "translated", note)
+            self.findings.add("", None, "translated", note)
         self.after["deepspeed_config"] = self.section
         self.after.setdefault("distributed_type", "DEEPSPEED")
         return self.after
-
-    def find(self, key: str, value: object, outcome: Outcome, note: str) -> None:
-        self.findings.append(KeyFinding(key, value, outcome, note))
 
     def _deepspeed_config(self, name: str, value: object) -> bool:
         if not isinstance(value, Mapping):
@@ -464,9 +448,9 @@ class _Accelerate:
         if self.kind == "FSDP":
             self.after["deepspeed_config"] = self.section  # filled at the end
         if not value:
-            self.find(name, value, "no effect", "it is empty")
+            self.findings.add(name, value, "no effect", "it is empty")
         elif self.kind != "FSDP":
-            self.find(name, value, "left out", f"distributed_type is {self.kind}, not FSDP")
+            self.findings.add(name, value, "left out", f"distributed_type is {self.kind}, not FSDP")
         return True
 
     def _dynamo(self, name: str, value: object) -> bool:
@@ -487,13 +471,13 @@ class _Accelerate:
         if self.kind not in _KINDS:
             meant = closest(self.kind, _KINDS)
             note = f"did you mean {meant[0]}?" if meant else "write DEEPSPEED to train with ZeRO"
-            self.find(name, value, "to fix", f"hf-zero does not train with it; {note}")
+            self.findings.add(name, value, "to fix", f"hf-zero does not train with it; {note}")
             return True
         self.after[name] = "DEEPSPEED"
-        self.find(name, value, "translated", "DEEPSPEED, the slot that hf-zero fills")
+        self.findings.add(name, value, "translated", "DEEPSPEED, the slot that hf-zero fills")
         if self.kind in _DDP:
             self.section["zero_stage"] = 0
-            self.find("", None, "translated", "zero_stage: 0, replicas as in DDP")
+            self.findings.add("", None, "translated", "zero_stage: 0, replicas as in DDP")
         return True
 
     TRANSLATORS: ClassVar[dict[str, Callable[[_Accelerate, str, Any], bool]]] = {
@@ -510,27 +494,27 @@ def _judge(
     mapping: Mapping[str, object],
     written: str,
     value: object,
-    findings: list[KeyFinding],
+    findings: Findings,
     source: str,
 ) -> bool:
     """Add the finding of one of Accelerate's keys; return whether it is taken."""
     name = written.rpartition(".")[2]
     if name == "deepspeed_config_file":
         note = f"migrate it, too: `hf-zero migrate {value}`"
-        findings.append(KeyFinding(written, value, "taken", note))
+        findings.add(written, value, "taken", note)
         return True
     reading = read_accelerate({"deepspeed_config": {"zero_stage": 0}, **mapping}, source)
     key = KEYS.get(name)
     if is_comment(name):
-        findings.append(KeyFinding(written, value, "left out", "a comment"))
+        findings.add(written, value, "left out", "a comment")
     elif reading.mistakes:
         path = written if written == name else TRANSLATED.get(name, name)
         findings.append(_mistaken(written, value, reading, path, source, _lost(written, value)))
     elif written in ACCELERATE_KEYS and value in (None, {}, ""):
-        findings.append(KeyFinding(written, value, "no effect", "it is empty"))
+        findings.add(written, value, "no effect", "it is empty")
     elif written != name and key is not None and key.status is Status.INERT:
-        findings.append(KeyFinding(written, value, "no effect", key.note))
+        findings.add(written, value, "no effect", key.note)
     else:
-        findings.append(KeyFinding(written, value, "taken"))
+        findings.add(written, value, "taken")
         return True
     return False

@@ -28,6 +28,23 @@ class KeyFinding(NamedTuple):
     note: str = ""
 
 
+class Findings(list[KeyFinding]):
+    """The findings of one configuration, in the order of its keys."""
+
+    def add(self, key: str, value: object, outcome: Outcome, note: str = "") -> None:
+        """Append the finding of a key."""
+        self.append(KeyFinding(key, value, outcome, note))
+
+    def mark(self, outcomes: Mapping[str, tuple[Outcome, str]]) -> None:
+        """Replace outcome and note of the findings of these keys, or add findings."""
+        for key, (outcome, note) in outcomes.items():
+            at = next((i for i, finding in enumerate(self) if finding.key == key), None)
+            if at is None:
+                self.add(key, None, outcome, note)
+            else:
+                self[at] = self[at]._replace(outcome=outcome, note=note)
+
+
 # What Accelerate's FSDP configuration says beyond the keys translated below.
 _WITHOUT_EFFECT = {
     "version": "hf-zero has one way to shard",
@@ -88,7 +105,7 @@ _PARALLELISM = (
 
 
 def translate_dynamo(
-    name: str, value: object, kind: str, section: dict[str, object], findings: list[KeyFinding]
+    name: str, value: object, kind: str, section: dict[str, object], findings: Findings
 ) -> None:
     """Translate Accelerate's choice to compile the model, which it does not pass to ranks whose
     ``distributed_type`` is DEEPSPEED.
@@ -97,10 +114,10 @@ def translate_dynamo(
     chosen = {str(key).removeprefix("dynamo_"): value for key, value in written.items()}
     backend = str(chosen.get("backend") or "no").lower()
     if backend in ("no", "false"):
-        findings.append(KeyFinding(name, value, "no effect", "nothing is compiled"))
+        findings.add(name, value, "no effect", "nothing is compiled")
     elif kind == "DEEPSPEED":
         note = "Accelerate does not pass it to the ranks; compile: blocks compiles blocks"
-        findings.append(KeyFinding(name, value, "no effect", note))
+        findings.add(name, value, "no effect", note)
     else:
         for full, each in written.items():
             key = f"{name}.{full}" if written is value else name
@@ -108,13 +125,13 @@ def translate_dynamo(
             if short not in _DYNAMO:
                 findings.append(_unknown_below(name, full, each, "dynamo_", _DYNAMO))
             elif short.startswith("use_") and each is not None and _truth(each) is None:
-                findings.append(KeyFinding(key, each, "to fix", f"{shown(each)} is {_NO_TRUTH}"))
+                findings.add(key, each, "to fix", f"{shown(each)} is {_NO_TRUTH}")
             else:
                 added, outcome, note = _compilation(short, each, backend)
                 if added:
                     add_translated({"compile": added}, key, each, section, findings, note)
                 else:
-                    findings.append(KeyFinding(key, each, outcome, note))
+                    findings.add(key, each, outcome, note)
 
 
 def _compilation(name: str, value: object, backend: str) -> tuple[JsonObject, Outcome, str]:
@@ -147,7 +164,7 @@ def translate_fsdp(
     written: Mapping[str, object],
     hosts: int,
     section: JsonObject,
-    findings: list[KeyFinding],
+    findings: Findings,
     words: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Translate the section ``fsdp_config`` of a run on ``hosts`` hosts into ``section``.
@@ -161,7 +178,7 @@ def translate_fsdp(
     stage, hybrid = _STRATEGIES.get(strategy, (3, False))
     section["zero_stage"] = stage
     if not strategies:
-        findings.append(KeyFinding("fsdp_config", None, "translated", "zero_stage: 3, as in FSDP"))
+        findings.add("fsdp_config", None, "translated", "zero_stage: 3, as in FSDP")
     for full, value in written.items():
         key, name, text = f"fsdp_config.{full}", str(full).removeprefix("fsdp_"), value
         if full in words:
@@ -174,7 +191,7 @@ def translate_fsdp(
         if name in strategies[1:]:
             note = "fsdp_sharding_strategy says it"
         elif wrong := _wrong_in_fsdp(name, value):
-            findings.append(KeyFinding(key, text, "to fix", f"{shown(value)} is {wrong}"))
+            findings.add(key, text, "to fix", f"{shown(value)} is {wrong}")
             continue
         elif name in strategies:
             added = {"zero_stage": stage} | (
@@ -188,9 +205,9 @@ def translate_fsdp(
             )
             add_translated(added, key, text, section, findings, beside if hosts == 1 else "")
         elif note is None:
-            findings.append(KeyFinding(key, text, "left out", "hf-zero has no such choice"))
+            findings.add(key, text, "left out", "hf-zero has no such choice")
         else:
-            findings.append(KeyFinding(key, text, "no effect", note))
+            findings.add(key, text, "no effect", note)
 
 
 def belongs_to_fsdp(name: str) -> bool:
@@ -214,7 +231,7 @@ def is_trainer(mapping: Mapping[str, object]) -> bool:
 
 
 def translate_trainer(
-    written: Mapping[str, object], findings: list[KeyFinding]
+    written: Mapping[str, object], findings: Findings
 ) -> tuple[JsonObject, JsonObject]:
     """Return the configuration for ``deepspeed`` or ``zero_config`` that takes the place of the
     Trainer's ``fsdp`` and ``fsdp_config``, and the arguments that stay. ``written``: a file of
@@ -224,33 +241,17 @@ def translate_trainer(
     values = written.get("fsdp_config") or {} if arguments else written
     if not isinstance(values, Mapping):
         note = f"pass {shown(values)} to hf-zero migrate, and what it writes as deepspeed"
-        findings.append(KeyFinding("fsdp_config", values, "to fix", note))
+        findings.add("fsdp_config", values, "to fix", note)
         values = {}
-    # the older form: --fsdp "full_shard auto_wrap offload"
     options = written.get("fsdp") or ""
-    words = [options] if isinstance(options, str) else options if isinstance(options, list) else []
-    older: JsonObject = {}
-    stands_for: dict[str, str] = {}  # the word of ``fsdp`` by the key that it stands for
-    for word in " ".join(map(str, words)).replace(",", " ").lower().split():
-        if word.upper() in _STRATEGIES and word not in ("true", "false"):
-            if "sharding_strategy" in older:
-                first = stands_for["sharding_strategy"]
-                note = f"{first!r} and {word!r} are two strategies; write one of them"
-                findings.append(KeyFinding("fsdp", options, "to fix", note))
-            older["sharding_strategy"] = word.upper()
-            stands_for["sharding_strategy"] = word
-        elif word == "offload":
-            older["cpu_offload"] = True
-            stands_for["cpu_offload"] = word
-        elif word not in ("auto_wrap", "true"):
-            findings.append(KeyFinding("fsdp", options, "to fix", f"{word!r} is no option of it"))
+    older, stands_for = _words_of_fsdp(options, findings)
     if options:
         note = "deepspeed, the argument by which the Trainer trains with hf-zero"
-        findings.append(KeyFinding("fsdp", options, "translated", note))
+        findings.add("fsdp", options, "translated", note)
     for name in [name for name in values if str(name).removeprefix("fsdp_") in _XLA]:
         note = "hf-zero does not train on TPUs"
         outcome: Outcome = "left out" if values[name] else "no effect"
-        findings.append(KeyFinding(name, values[name], outcome, note))
+        findings.add(name, values[name], outcome, note)
     others = {name: value for name, value in values.items() if name not in _XLA}
     section: JsonObject = {}
     words_in_use = {name: word for name, word in stands_for.items() if name not in others}
@@ -276,6 +277,29 @@ def translate_trainer(
         name: value for name, value in written.items() if name not in ("fsdp", "fsdp_config")
     }
     return after, arguments_kept if arguments else {}
+
+
+def _words_of_fsdp(options: object, findings: Findings) -> tuple[JsonObject, dict[str, str]]:
+    """Return the keys that the older form ``--fsdp "full_shard auto_wrap offload"`` stands for, and
+    the word of each.
+    """
+    words = [options] if isinstance(options, str) else options if isinstance(options, list) else []
+    keys: JsonObject = {}
+    stands_for: dict[str, str] = {}
+    for word in " ".join(map(str, words)).replace(",", " ").lower().split():
+        if word.upper() in _STRATEGIES and word not in ("true", "false"):
+            if "sharding_strategy" in keys:
+                first = stands_for["sharding_strategy"]
+                note = f"{first!r} and {word!r} are two strategies; write one of them"
+                findings.add("fsdp", options, "to fix", note)
+            keys["sharding_strategy"] = word.upper()
+            stands_for["sharding_strategy"] = word
+        elif word == "offload":
+            keys["cpu_offload"] = True
+            stands_for["cpu_offload"] = word
+        elif word not in ("auto_wrap", "true"):
+            findings.add("fsdp", options, "to fix", f"{word!r} is no option of it")
+    return keys, stands_for
 
 
 def _unknown_below(
@@ -350,7 +374,7 @@ def add_translated(
     key: str,
     value: object,
     section: JsonObject,
-    findings: list[KeyFinding],
+    findings: Findings,
     note: str = "",
 ) -> None:
     """Add the keys ``added`` to ``section``, and the finding that ``key`` is translated to them."""
@@ -358,11 +382,11 @@ def add_translated(
         present = section.get(target, {})
         section[target] = present | choice if isinstance(choice, dict) else choice
     text = ", ".join(f"{target}: {plain(choice)}" for target, choice in added.items())
-    findings.append(KeyFinding(key, value, "translated", text + note))
+    findings.add(key, value, "translated", text + note)
 
 
 def translate_parallelism(
-    written: Mapping[str, object], section: dict[str, object], findings: list[KeyFinding]
+    written: Mapping[str, object], section: dict[str, object], findings: Findings
 ) -> JsonObject:
     """Translate the sizes of ``parallelism_config``; return those that Accelerate is to keep."""
     prefix, translated = "parallelism_config_", JsonObject()
@@ -374,7 +398,7 @@ def translate_parallelism(
             finding = _unknown_below("parallelism_config", full, value, prefix, _PARALLELISM)
             findings.append(finding)
         elif name in _SIZES and (value in (None, 1) or name == "dp_shard_size"):
-            findings.append(KeyFinding(key, value, "no effect", _SIZES[name]))
+            findings.add(key, value, "no effect", _SIZES[name])
         elif name == "dp_replicate_size":
             add_translated({"replicate_size": value}, key, value, section, findings)
         elif name == "tp_size":
@@ -383,9 +407,9 @@ def translate_parallelism(
             )
         elif of_size in ("sp_size", "cp_size") and values.get(of_size) not in (None, 1):
             translated[str(full)] = value
-            findings.append(KeyFinding(key, value, "taken"))
+            findings.add(key, value, "taken")
         else:
-            findings.append(KeyFinding(key, value, "no effect", _SIZES[of_size]))
+            findings.add(key, value, "no effect", _SIZES[of_size])
     return translated
 
 
