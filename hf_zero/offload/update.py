@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 
 class OffloadedUpdater(UnitUpdates):
-    """Updates the units with offloaded state; ``copies`` sends new parameters to a GPU.
+    """Update the ``units`` that have offloaded state. ``copies`` sends new parameters to a GPU,
+    ``offload`` the gradients to the host.
 
     If parameters are whole and their state is sharded, ``mesh`` has a dimension for updates: their
     units are then also gathered, in one order on all ranks (``update_gathers.py``), before those
@@ -103,8 +104,8 @@ class OffloadedUpdater(UnitUpdates):
         order: list[Unit] = []
         unused: list[Unit] = []
         for unit in self.units:
-            rests = all(flat.gradient.all_unused for flat in unit.offloaded_flats)
-            (unused if rests else order).append(unit)
+            is_unused = all(flat.gradient.all_unused for flat in unit.offloaded_flats)
+            (unused if is_unused else order).append(unit)
         if self.backward_update is update:
             started = self.units_updated_in_backward
             self.backward_update, self.units_updated_in_backward = None, []
@@ -127,16 +128,11 @@ class OffloadedUpdater(UnitUpdates):
             self._gathers.end_backward()
 
     def _submit(self, update: SubGroupUpdate, units: Sequence[Unit]) -> None:
+        """Begin ``update`` of ``units``: here if the optimizer itself steps, else on the thread."""
         units = self._first_two_by_arrival(units)
-        events: list[streams.Event] = []
-        if not kinds.is_synchronous(self._device):
-            # earlier work may read the parameters until this event
-            events.append(streams.record_event(streams.current_stream(self._device)))
-            beside = streams.shard_stream(self._device)
-            # shards may be copied from the memory to be written until this event
-            events += [streams.record_event(beside)] if beside is not None else []
-            if self._gathers is not None:
-                self._copies.open()
+        events = self._uses_before()
+        if events and self._gathers is not None:
+            self._copies.open()
         for unit in units:
             for flat in unit.offloaded_flats:
                 update.announce(flat.optimizer_shard)
@@ -144,27 +140,35 @@ class OffloadedUpdater(UnitUpdates):
             for unit in units:
                 self._prepare(update, unit, at, [*events, *self._copied_gradients(unit)])
             update.combine(at)
-        if update.touches_optimizer:
-            for unit in units:
-                result: Future[streams.Event | None] = Future()
-                result.set_result(self._run(update, unit, [*events, *self._copied_gradients(unit)]))
-                self._add(unit, result)
-                self.finish(unit)
-            return
         for index, unit in enumerate(units):
+            run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
             future: Future[streams.Event | None] = Future()
+            if update.touches_optimizer:
+                future.set_result(run())
+                self._add(unit, future)
+                self.finish(unit)
+                continue
             self._add(unit, future)
             for flat in unit.offloaded_flats:
                 flat.begin_update(partial(self.finish, unit), future)
             # The thread takes the waiting unit that the next forward needs first, or the oldest one
             # if all ranks gather.
-            order = (
-                self.units.index(unit)
-                if self._gathers is None and update is self.backward_update
-                else len(self.units) + index
-            )
-            run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
+            by_use = self._gathers is None and update is self.backward_update
+            order = self.units.index(unit) if by_use else len(self.units) + index
             self._queue.submit(order, run, future)
+
+    def _uses_before(self) -> list[streams.Event]:
+        """Return the ends of the work of a GPU that was issued before an update, which may still
+        read what that writes; [] where there is no GPU.
+        """
+        if kinds.is_synchronous(self._device):
+            return []
+        # earlier work may read the parameters until this event
+        events = [streams.record_event(streams.current_stream(self._device))]
+        beside = streams.shard_stream(self._device)
+        if beside is not None:  # shards may be copied from the memory to be written until this one
+            events.append(streams.record_event(beside))
+        return events
 
     def _add(self, unit: Unit, future: Future[streams.Event | None]) -> None:
         """Register the update of ``unit``, whose result is ``future``, and its gather."""
@@ -246,6 +250,7 @@ class OffloadedUpdater(UnitUpdates):
     def _prepare(
         self, update: SubGroupUpdate, unit: Unit, at: int, ready: Sequence[streams.Event]
     ) -> None:
+        """Make round ``at`` of ``update`` of ``unit`` once the events ``ready`` are over."""
         for event in ready:
             event.synchronize()
         with span("prepare_update", unit.label):
@@ -256,6 +261,9 @@ class OffloadedUpdater(UnitUpdates):
     def _run(
         self, update: SubGroupUpdate, unit: Unit, ready: Sequence[streams.Event]
     ) -> streams.Event | None:
+        """Update ``unit`` once the events ``ready`` are over. Return the end of the copies of its
+        new parameters to the device; None if there are none.
+        """
         copies = self._copies
         for event in ready:
             event.synchronize()
@@ -269,6 +277,7 @@ class OffloadedUpdater(UnitUpdates):
 
 
 def _end(unit: Unit, copied: streams.Event | None) -> None:
+    """End the update of ``unit``, whose new parameters are on the device after ``copied``."""
     for flat in unit.offloaded_flats:  # others may wait for the gather of their updated values
         flat.end_update(copied)
 
@@ -279,8 +288,8 @@ class _Job:
 
     order: int
     number: int
-    run: Callable[[], Any] = field(compare=False)
-    future: Future[object] = field(compare=False)
+    run: Callable[[], streams.Event | None] = field(compare=False)
+    future: Future[streams.Event | None] = field(compare=False)
 
 
 class UpdateQueue:
@@ -293,7 +302,12 @@ class UpdateQueue:
         self._numbers = count()
         self._lock = threading.Lock()
 
-    def submit(self, order: int, run: Callable[[], Any], future: Future[Any]) -> None:
+    def submit(
+        self,
+        order: int,
+        run: Callable[[], streams.Event | None],
+        future: Future[streams.Event | None],
+    ) -> None:
         """Queue ``run``; ``future`` gets its result or exception. Waiting jobs with less
         ``order`` run first, among equal ones the oldest.
         """
@@ -340,7 +354,7 @@ class StagedCopies:
         self.stream: streams.Stream | None = None  # stream of the copies, created by the first
 
     def open(self) -> streams.Stream | None:
-        """Create and return the stream of the copies."""
+        """Return the stream of the copies, created at the first call."""
         if self.stream is None:
             self.stream = streams.side_stream(self._device, streams.Use.UPDATES)
         return self.stream

@@ -45,6 +45,16 @@ class _Shown(NamedTuple):
     dtype: torch.dtype | None
 
 
+class _Written(NamedTuple):
+    """What a script has written to the state of a member: ``values`` by name; the arrays among them
+    that were ``replaced`` by others; whether the member is to be stepped ``apart`` from others.
+    """
+
+    values: ParamState
+    replaced: list[str]
+    apart: bool
+
+
 class MemberState(MutableMapping[str, Any]):
     """The state of a member by name: views of the arrays, copies of what is offloaded to files or
     in fewer bits, and copies of numbers.
@@ -58,10 +68,11 @@ class MemberState(MutableMapping[str, Any]):
         self._states: MemberStates | None = states
         self.member = member
         self.values_by_name: dict[str, Any] = {}
-        self.shown: dict[str, _Shown] = {}  # what is stored
+        self.shown: dict[str, _Shown] = {}  # as it is stored, of which writes are told
         self.is_removed = False
 
     def _now(self) -> dict[str, Any]:
+        """Return the values by name, read anew if the engine has used the state since."""
         if self._states is not None:
             self._states.show(self)
         return self.values_by_name
@@ -142,13 +153,14 @@ class MemberStates(MutableMapping[Any, Any]):
             if part.flat is not None
         }
 
-    def _look(self, *keys: object) -> None:
+    def _before_use(self, *keys: object) -> None:
+        """Refuse ``keys`` that never have an entry, and wait for an update of offloaded state."""
         for key in keys:
             self.uses.refuse(key)
         self.uses.wait()
 
     def __getitem__(self, key: Any) -> Any:
-        self._look(key)
+        self._before_use(key)
         if key not in self.parts:
             return self._others[key]
         if key in self.open and self.open[key].is_removed:
@@ -159,10 +171,11 @@ class MemberStates(MutableMapping[Any, Any]):
         return self._entries[key]
 
     def __contains__(self, key: object) -> bool:
-        self._look(key)
+        self._before_use(key)
         return self._has(key)
 
     def _has(self, key: object) -> bool:
+        """Return whether ``key`` has an entry now."""
         if key not in self.parts:
             return key in self._others
         if key in self.open:
@@ -170,7 +183,7 @@ class MemberStates(MutableMapping[Any, Any]):
         return self._state(key)[1] is not None
 
     def __setitem__(self, key: Any, state: Mapping[str, Any]) -> None:
-        self._look(key)
+        self._before_use(key)
         if key not in self.parts:
             self._others[key] = dict(state)
             return
@@ -200,7 +213,7 @@ class MemberStates(MutableMapping[Any, Any]):
         return entry
 
     def __iter__(self) -> Iterator[Any]:
-        self._look()
+        self._before_use()
         return iter([*filter(self._has, self.parts), *self._others])
 
     def __len__(self) -> int:
@@ -224,8 +237,10 @@ class MemberStates(MutableMapping[Any, Any]):
         return state
 
     def popitem(self) -> tuple[Any, Any]:
-        key = next(reversed([*self]))
-        return key, self.pop(key)
+        keys = [*self]
+        if not keys:
+            raise KeyError("popitem(): dictionary is empty")  # as torch's own dictionary
+        return keys[-1], self.pop(keys[-1])
 
     def replace(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Let ``states`` be the state of all members; none if one of them is refused."""
@@ -237,7 +252,7 @@ class MemberStates(MutableMapping[Any, Any]):
         self.update(states)
 
     def clear(self) -> None:
-        self._look()
+        self._before_use()
         self.uses.restart()
 
     def __repr__(self) -> str:
@@ -352,51 +367,55 @@ class MemberStates(MutableMapping[Any, Any]):
                 refuse_unknown(self._access.optimizer, name, value, where)
 
     def take(self) -> None:
-        """Store what a script has written to entries since the last call."""
+        """Store what a script has written to entries since the last call. Members whose numbers or
+        names of states differ from then on are stepped apart, with those alone that have the same.
+        """
         entries, self.open = self.open, {}
-        alone = defaultdict[Any, set[str]](set)
-        changes = dict[Any, tuple[ParamState, bool]]()
-        assigned = dict[str, None]()
-        for member, entry in entries.items():
-            values, shown, shape = entry.values_by_name, entry.shown, member.shape
-            changed = {
-                name: value
-                for name, value in values.items()
-                if name not in shown
-                or value is not shown[name].value
-                or shown[name].version not in (None, getattr(value, "_version", None))
-            }
-            apart = values.keys() != shown.keys()
-            for name, value in changed.items():
-                if self._is_array(name, value, shape):
-                    if name in shown and value is not shown[name].value:
-                        assigned[name] = None
-                else:
-                    apart = apart or name not in self._access.of_wholes
-            if apart:  # it is stepped with those alone that are equal
-                part, _ = self.parts[member]
+        changes = {member: self._change_of(entry) for member, entry in entries.items()}
+        alike = defaultdict[Any, set[str]](set)  # names of parameters that are stepped together
+        for member, change in changes.items():
+            if change.apart:
+                values = entries[member].values_by_name
                 numbers = sorted(
                     (name, repr(value))
                     for name, value in values.items()
-                    if not is_elementwise(name, value, shape)
+                    if not is_elementwise(name, value, member.shape)
                 )
-                alone[frozenset(values), *numbers].add(part.name)
-            if apart or changed:
-                changes[member] = changed, apart
-        for names in alone.values():
+                alike[frozenset(values), *numbers].add(self.parts[member][0].name)
+        for names in alike.values():
             self._table.separate(self._table.segments, frozenset(names))
-        self._table.device.reallocate(assigned)
-        for member, (changed, apart) in changes.items():
-            self._write(member, entries[member].values_by_name, changed, apart)
+        # in the order of the writes
+        self._table.device.reallocate(
+            dict.fromkeys(name for change in changes.values() for name in change.replaced)
+        )
+        for member, change in changes.items():
+            if change.apart or change.values:
+                self._write(member, entries[member].values_by_name, change)
+
+    def _change_of(self, entry: MemberState) -> _Written:
+        """Return what a script has written to ``entry`` since it was shown."""
+        values, shown = entry.values_by_name, entry.shown
+        changed = {
+            name: value
+            for name, value in values.items()
+            if name not in shown
+            or value is not shown[name].value
+            or shown[name].version not in (None, getattr(value, "_version", None))
+        }
+        arrays = [n for n, value in changed.items() if self._is_array(n, value, entry.member.shape)]
+        replaced = [n for n in arrays if n in shown and changed[n] is not shown[n].value]
+        numbers = changed.keys() - arrays - set(self._access.of_wholes)
+        return _Written(changed, replaced, bool(numbers) or values.keys() != shown.keys())
 
     def _is_array(self, name: str, value: object, shape: Sequence[int]) -> bool:
         """Return whether state ``name`` of a member of ``shape`` has one value per element."""
         return name not in self._access.of_wholes and is_elementwise(name, value, shape)
 
-    def _write(self, member: Any, values: ParamState, changed: ParamState, apart: bool) -> None:
-        """Store the ``changed`` ones of ``values``, the state of ``member``; if it is ``apart``,
-        its segments have these alone.
+    def _write(self, member: Any, values: ParamState, change: _Written) -> None:
+        """Store ``change``, by which the state of ``member`` has ``values``; if it is stepped
+        apart, its segments have these alone.
         """
+        changed, _, apart = change
         part, group = self.parts[member]
         pieces, states = self.pieces(part), self._access.states
         if not pieces and apart:

@@ -1,10 +1,5 @@
 """Optimizer state of segments whose state is offloaded: one segment for each sub-group of a flat
-buffer's storage, with placeholders for its arrays in entries; the rules by which host kernels
-update it.
-
-A rule is chosen by the listed class of an optimizer (see ``elementwise.py``). Its result equals the
-class's own up to rounding; with a setting that the rule does not support, the class makes the
-update.
+buffer's storage, with placeholders for its arrays in entries.
 """
 
 from __future__ import annotations
@@ -15,99 +10,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat
-from hf_zero.offload.sub_group_update import Call, Counted, Rule, SubGroupUpdate
+from hf_zero.offload.sub_group_update import Counted, Rule, SubGroupUpdate
 from hf_zero.ops import native
-from hf_zero.ops.moment_blocks import BlocksFormat
-from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
-from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT, update_base
-from hf_zero.optim.initial_state import InitialStates, InitialValues, counted_elsewhere
-from hf_zero.optim.lion import Lion
-from hf_zero.optim.moment_formats import codec_of
+from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
+from hf_zero.optim.host_rules import rule_of, stored_format
+from hf_zero.optim.initial_state import InitialStates, InitialValues
 from hf_zero.optim.offloaded_segments import OffloadedSegments, StepSubGroup, UsedSegments
 from hf_zero.optim.segment_entries import SegmentStateAccess, copy_of, is_elementwise
-from hf_zero.optim.segments import (
-    FetchedArrays,
-    ParamGroup,
-    Segment,
-    StateArrays,
-    current_settings,
-    offloaded_region,
-)
-from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
+from hf_zero.optim.segments import FetchedArrays, Segment, current_settings, offloaded_region
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 
 
-def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedOptimizerError for an optimizer that the user vouches for and that counts
-    its steps outside the state of its parameters.
-    """
-    if update_base(type(optimizer)) is not None:
-        return
-    counted = [
-        name for group in optimizer.param_groups for name in counted_elsewhere(optimizer, group)
-    ]
-    if counted:
-        raise UnsupportedOptimizerError(
-            f"optimizer {type(optimizer).__name__} changes {sorted(set(counted))} of its groups or "
-            "of itself in each step(), and offloaded state is stepped sub-group by sub-group: keep "
-            "that number in the state of each parameter, or do not offload the optimizer"
-        )
-
-
-def compressible(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Mapping[str, bool]:
-    """Return the states of ``group`` that offload in fewer bits, with whether they have signs."""
-    rule = rule_of(update_base(type(optimizer)), group)
-    return {} if rule is None else rule.compressible
-
-
-def stored_format(
-    entries: SegmentStateAccess, moments: str, group: int, name: str, dtype: torch.dtype,
-    unquantized_sub_groups: frozenset[int] | None
-) -> StorageFormat:  # fmt: skip
-    """Return the storage format of state ``name``, of ``dtype`` on the device, of group ``group``
-    under the configured ``moments``. ``unquantized_sub_groups``: indices of the sub-groups none of
-    whose parameters has 8-bit moments; None: all.
-
-    Raises ConfigError for a state that is kept in fp32 only.
-    """
-    optimizer, settings = entries.optimizer, entries.groups[group]
-    moments = settings.get("moments", "fp32") if moments == "fp32" else moments
-    narrow = entries.bf16 is not None and entries.bf16.moments
-    if moments == "fp32" or dtype != torch.float32 or narrow:
-        return StorageFormat(dtype)
-    if moments == "dynamic8":
-        codec = codec_of(optimizer, name)
-        if unquantized_sub_groups is None or codec is None:
-            return StorageFormat(dtype)
-        return StorageFormat(dtype, codec, unquantized_sub_groups)
-    signs = compressible(optimizer, settings)
-    if name not in signs:
-        raise ConfigError(
-            f"offload_optimizer.moments = {moments!r}: state {name!r} of "
-            f"{type(optimizer).__name__} is kept in fp32 only; use Adam, AdamW or Lion, or write "
-            '"moments": "fp32"'
-        )
-    if moments == "bf16":
-        return StorageFormat(torch.bfloat16)
-    return StorageFormat(dtype, BlocksFormat(signs[name]))
-
-
 class OffloadedState(OffloadedSegments):
     """The state of the segments whose state is offloaded.
 
-    ``moments``: the storage format, ``"fp32"``, ``"bf16"`` or ``"int8"``, of the states that a rule
-    allows it for. ``base``: the optimizer's class among those with a known update.
+    ``moments``: the configured storage format, of the states that :func:`stored_format` allows it
+    for. ``base``: the optimizer's class among those with a known update.
     """
 
     def __init__(self, entries: SegmentStateAccess, base: type | None, moments: str) -> None:
         super().__init__(entries, base, moments)
         self._entries, self._initial = entries, InitialStates(entries)
-        self._base = base
-        self._moments = moments
+        self._base, self._moments = base, moments
 
     def cut(self, flats: Sequence[OptimizerShard], group_of: Mapping[str, int]) -> None:
         """Cut ``flats``, whose state is offloaded, into regions."""
@@ -139,9 +67,16 @@ class OffloadedState(OffloadedSegments):
         optimizer = self._entries.optimizer
         tensors: Any = optimizer.tensors if isinstance(optimizer, WholeTensorOptimizer) else None
         return SubGroupUpdate(
-            self.segments, step_sub_group, count, rules, settings, divisor, steps_before, tensors,
+            self.segments,
+            step_sub_group,
+            count,
+            rules,
+            settings,
+            divisor,
+            steps_before,
+            tensors,
             narrow,
-        )  # fmt: skip
+        )
 
     def count(
         self, segments: Sequence[Segment], rules: Sequence[Rule | None]
@@ -186,6 +121,9 @@ class OffloadedState(OffloadedSegments):
         return None if in_fp32 and not native.available() else rule_of(self._base, settings)
 
     def _format(self, name: str, dtype: torch.dtype, segment: Segment) -> StorageFormat:
+        """Return the storage format of a new array ``name``, for all sub-groups of its flat buffer:
+        those without 8-bit moments are left in ``dtype``.
+        """
         flat = segment.parts[0].flat
         coded = {
             segment.sub_group
@@ -372,57 +310,5 @@ class OffloadedState(OffloadedSegments):
 
 
 def _like(segment: Segment) -> Tensor:
+    """Return a tensor of one element in the dtype of ``segment``, for its initial values."""
     return torch.zeros(1, dtype=segment.tensor.dtype)
-
-
-def _has_no_special_mode(group: ParamGroup) -> bool:
-    return not group.get("differentiable") and not group.get("capturable")
-
-
-def _has_plain_betas(group: ParamGroup) -> bool:
-    return _has_no_special_mode(group) and not any(
-        isinstance(value, torch.Tensor) for value in group["betas"]
-    )
-
-
-ADAM = Rule(adam, _has_plain_betas, {"exp_avg": True, "exp_avg_sq": False})
-LION = Rule(lion, _has_plain_betas, {"exp_avg": True})
-ADAGRAD, SGD = Rule(adagrad, _has_no_special_mode, {}), Rule(sgd, _has_no_special_mode, {})
-RULES: dict[type, Rule] = {
-    torch.optim.Adam: ADAM, CPUAdam: ADAM, Lion: LION, CPULion: LION, torch.optim.Adagrad: ADAGRAD,
-    CPUAdagrad: ADAGRAD, torch.optim.SGD: SGD, CPUSGD: SGD,
-}  # fmt: skip
-
-
-def whole_tensor_rule(cls: type[WholeTensorOptimizer], group: ParamGroup) -> Rule:
-    """Return the rule by which a whole-tensor optimizer ``cls`` updates ``group`` in rounds."""
-    names = cls.moments_of(group)
-
-    def parts(arrays: StateArrays, grad: Tensor, call: Call) -> Parts:
-        assert call.whole is not None
-        round_parts = Parts(
-            [arrays[MASTER]], [grad], [[arrays[name]] for name in names], [call.step],
-            [call.whole.tensor_state], [call.whole.place], divisor=call.divisor
-        )  # fmt: skip
-        round_parts.results = [result.unsqueeze(0) for result in call.whole.results]
-        return round_parts
-
-    def prepare(arrays: StateArrays, grad: Tensor, call: Call, at: int) -> Tensor:
-        return cls.prepare(call.group, parts(arrays, grad, call), at)[0]
-
-    def update(arrays: StateArrays, grad: Tensor, out: Tensor | None, call: Call) -> None:
-        cls.apply(call.group, parts(arrays, grad, call))
-        if out is not None:
-            out.copy_(arrays[MASTER])
-
-    return Rule(update, _has_no_special_mode, {}, prepare if cls.prepares(group) else None)
-
-
-def rule_of(base: type | None, group: ParamGroup) -> Rule | None:
-    """Return the rule for a group of an optimizer that updates as the listed ``base``, or None."""
-    if base is not None and issubclass(base, WholeTensorOptimizer):
-        return whole_tensor_rule(base, group)
-    for cls in base.__mro__ if base is not None else ():
-        if cls in RULES:
-            return RULES[cls] if RULES[cls].knows(group) else None
-    return None

@@ -12,8 +12,8 @@ from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.update import OffloadedUpdater, StagedCopies
+from hf_zero.optim.host_rules import compressible, refuse_offload, stored_format
 from hf_zero.optim.moment_formats import updates_in_host_memory
-from hf_zero.optim.offloaded_state import compressible, refuse_offload, stored_format
 from hf_zero.zero.feature import Feature
 from hf_zero.zero.layout.engine_plan import OffloadedMoments, shard_spec
 from hf_zero.zero.layout.flat_memory import keeps_master, moves_to_device

@@ -793,3 +793,11 @@ def test_the_memory_of_members_is_that_of_the_weights(way: str, tmp_path: Any) -
         assert all(member.numel() == 0 for member in listed)
 
     on_ranks(RANKS, run, build=stack)
+
+
+@on_each_rank(1)
+def test_a_state_without_entries_has_none_to_pop(rank: int, model: nn.Module) -> None:
+    engine = start(model, adamw_of_all(model), config_of(2))
+    with pytest.raises(KeyError, match="empty"):
+        engine.optimizer.state.popitem()
+    engine.destroy()
