@@ -65,8 +65,8 @@ class DrivenReference(Reference):
     def holds_gradients(self) -> bool:
         return self._backwards > 0
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
         self._unclipped_norm = None
 
     def set_batches(self, micro: int, accumulation_steps: int) -> None:

@@ -78,6 +78,8 @@ class Reference(nn.Module):
         self.destroyed = self.stop_requested = False
         self._applied, self._norm = False, torch.zeros(())
         self._micro_batches = 0  # of this window, that a step has counted
+        # parameters that had a gradient since the script last set gradients to None
+        self._present = set[nn.Parameter]()
         self._boundary: bool | None = None  # whether the window ends, where the script says so
         self._syncs = True  # False inside no_sync
         self._in_backward = False  # of a loss that was passed to :meth:`backward`
@@ -255,7 +257,8 @@ class Reference(nn.Module):
             return
         self._finish_gradients()
         self._update(self.optimizer)
-        self.zero_grad()
+        self._present |= {p for p in self.trained if self.masters.get(p, p).grad is not None}
+        self._drop_gradients()
 
     def _versions_now(self) -> list[int | None]:
         """Return the versions of the gradients on parameters, which a backward changes."""
@@ -301,7 +304,17 @@ class Reference(nn.Module):
             scheduler.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; the next micro-batch is the first of its window."""
+        """Drop all gradients, or set those that parameters have, or had in a step, to zero; the
+        next micro-batch is the first of its window.
+        """
+        window = {p for p in self.trained if p.grad is not None or p in self._local}
+        self._present = set() if set_to_none else self._present | window
+        self._drop_gradients()
+        for parameter in self._present:
+            parameter.grad = torch.zeros_like(parameter)
+        self._versions = self._versions_now()
+
+    def _drop_gradients(self) -> None:
         for parameter in (*self.module.parameters(), *self.trained, *self.masters.values()):
             parameter.grad = None
         self._local, self._weighted, self._averaged = {}, False, False

@@ -225,7 +225,7 @@ def give_steps_to(engine: Reference, optimizer: Any) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         if not (engine.config.managed_gradient_accumulation and engine._micro_batches):
-            engine.zero_grad()
+            engine.zero_grad(set_to_none)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step, optimizer.zero_grad = step, zero_grad

@@ -62,7 +62,7 @@ IN_16_BITS = (
 ACTS = (
     *("start", "step", "step of two", "skipped", "write", "write all", "set state"),
     *("freeze", "thaw", "rate", "own state", "own weights", "save", "load"),
-    *("step written", "step twice", "step broken", "step hooked", "write equal"),
+    *("step written", "step twice", "step broken", "step hooked", "write equal", "zeros"),
 )
 PLAIN = ("step",) * 6 + ("step of two",) * 2 + ACTS[3:]
 EXPERTS = 8  # of a mixture: rows of a step leave some out
@@ -369,6 +369,8 @@ class Alone:
                 self.hooked(number)
             case "skipped":
                 self.skipped(number)
+            case "zeros":
+                self.engine.zero_grad(set_to_none=False)
             case "write" | "write all" | "write equal":
                 written = list(self.model.parameters()) if act.do == "write all" else [layer.bias]
                 for parameter in written:
