@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat
 from hf_zero.offload.sub_group_update import Counted, Rule, SubGroupUpdate
 from hf_zero.ops import native
+from hf_zero.optim.cpu import CPUAdam
 from hf_zero.optim.elementwise import BEGIN_WITH_GRADIENT
 from hf_zero.optim.host_rules import rule_of, stored_format
 from hf_zero.optim.initial_state import InitialStates, InitialValues
