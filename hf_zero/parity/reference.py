@@ -304,9 +304,7 @@ class Reference(nn.Module):
             scheduler.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or set those that parameters have, or had in a step, to zero; the
-        next micro-batch is the first of its window.
-        """
+        """Set gradients to None or zero; the next micro-batch is the first of its window."""
         window = {p for p in self.trained if p.grad is not None or p in self._local}
         self._present = set() if set_to_none else self._present | window
         self._drop_gradients()
