@@ -20,8 +20,9 @@ PRIVATE = {
     "torch.Tensor": "_make_subclass _make_wrapper_subclass _version",
     "torch._C": "DisableTorchFunctionSubclass _are_functorch_transforms_active "
     "_current_graph_task_id _dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device "
-    "_get_sdp_priority_order _len_torch_dispatch_stack _set_sdp_priority_order "
-    "_set_throw_on_mutable_data_ptr _storage_Use_Count _swap_tensor_impl _will_engine_execute_node",
+    "_get_sdp_priority_order _has_storage _len_torch_dispatch_stack "
+    "_set_sdp_priority_order _set_throw_on_mutable_data_ptr _storage_Use_Count "
+    "_swap_tensor_impl _will_engine_execute_node",
     "torch._C._autograd": "_get_current_graph_task_keep_graph",
     "torch._C._dynamo.eval_frame": "_FrameAction _FrameExecStrategy set_code_exec_strategy",
     "torch._C._functorch": "TransformType get_interpreter_stack is_legacy_batchedtensor",
