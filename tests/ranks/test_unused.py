@@ -479,15 +479,18 @@ ZEROS = [
 
 
 def step_over_zeros(model, optimizer, backward, step, drops):
-    """Train: a backward is dropped if the script ``drops`` any, gradients are set to zeros after
-    steps, one of them to None, those of the fourth step to None. A parameter is frozen in the third
-    step, another one unfrozen.
+    """Train: a backward is dropped if the script ``drops`` any, and a gradient between the second
+    backward and its step. Gradients are set to zeros after steps, one of them to None, those of the
+    fourth step to None. Parameters are frozen in the third step, another one unfrozen.
     """
     for number, (heads, late) in enumerate(USES):
         backward(number, heads, late)
         if drops and number == 0:
             model.zero_grad(set_to_none=False)
             backward(number, heads[:2], late)
+        if drops and number == 1:
+            model.blocks[0].up.weight.grad = None
+            model.blocks[0].up.weight.requires_grad_(False)
         step()
         optimizer.zero_grad(set_to_none=number == 3)
         if number == 1:

@@ -269,10 +269,11 @@ class GradientBuffer:
         self.clear()
 
     def set_to_none(self, name: str) -> None:
-        """Drop the zeros to which ``zero_grad`` has set the gradient of ``name``."""
-        self.present &= ~self.bits_of([name])
-        self.zeroed &= self.present
-        self.used = self.zeroed
+        """Count ``name`` as without a gradient, also one of zeros by ``zero_grad``."""
+        others = ~self.bits_of([name])
+        self.present &= others
+        self.zeroed &= others
+        self.used &= others
 
     def restore_zeros(self, present: Collection[str], zeroed: Collection[str]) -> None:
         """Continue, after a rebuild, with parameters that have had gradients, or zeros."""
@@ -322,7 +323,7 @@ class GradientBuffer:
         slot, (first, start, stop) = self.layout.by_name[name], self.spec.own_range(name)
         flattened = None
         if value is None:
-            self.used &= ~self.bits_of([name])
+            self.set_to_none(name)
         else:
             self.mark_used(self.bits_of([name]))
             flattened = (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
