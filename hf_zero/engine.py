@@ -30,7 +30,7 @@ from hf_zero.zero.access.full import safe_get_full_fp32_param
 from hf_zero.zero.access.gathered_parameters import GatheredParameters
 from hf_zero.zero.access.wholes import WeightBuckets
 from hf_zero.zero.layout.engine_plan import EnginePlan
-from hf_zero.zero.layout.flat_buffer import flat_of, owner_of
+from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter_views import forget
 from hf_zero.zero.layout.walk import parameters_with
 
@@ -379,7 +379,9 @@ class Engine(SavedEngine):
         """
         whole: list[tuple[nn.Parameter, torch.Tensor]] = []
         for name, parameter in self.module.named_parameters():
-            flat = flat_of(parameter)
+            flat = owner_of(parameter)
+            if flat is None:  # of a module that a script has added to the model since
+                continue
             dtype = getattr(torch, self.sharded_model.param_dtypes[name])
             if flat.optimizer_shard.has_master:
                 values = safe_get_full_fp32_param(parameter)

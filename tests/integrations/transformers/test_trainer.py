@@ -221,6 +221,16 @@ def test_a_second_train_goes_on_with_a_new_optimizer(
         assert sum(said in text for text in heard_in_full) == 1
 
 
+def test_a_second_train_of_a_model_with_another_frozen_module(tmp_path: Path) -> None:
+    runs = []
+    for route, stage in (("plain", 0), ("ours", 3)):
+        runs.append(trained(route, stage, tmp_path, optim="sgd"))
+        runs[-1].model.probe = nn.Linear(3, 2).requires_grad_(False)
+        runs[-1].train()
+        forget()
+    assert logged(runs[1]) == pytest.approx(logged(runs[0]), rel=1e-5)
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_a_schedule_that_a_script_made_is_made_anew_by_each_train(
     given: bool, tmp_path: Path
