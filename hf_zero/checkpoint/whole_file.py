@@ -52,8 +52,14 @@ def save_whole(
     )
     write = _write_tensors if path.suffix == ".safetensors" else _write_state_dict
 
+    def discard() -> None:
+        if engine.global_rank == 0:
+            with suppress(OSError):  # there may be no folder
+                temporary.unlink()
+
     def publish() -> None:
         if error is not None:
+            discard()  # before the other ranks hear of it
             raise error
         if engine.global_rank == 0:
             os.replace(temporary, path)
@@ -63,9 +69,7 @@ def save_whole(
         error = write(engine, temporary, elsewhere, exclude_frozen_parameters)
         collective_try(engine.mesh, publish, path)
     except BaseException:  # of a gather, too
-        if engine.global_rank == 0:
-            with suppress(OSError):  # there may be no folder
-                temporary.unlink()
+        discard()
         raise
     return path
 

@@ -68,7 +68,7 @@ def open_checkpoint(folder: Path, model_groups: ModelGroups = ()) -> Assembled:
     parts = sorted(path for pattern in PARTS for path in folder.glob(f"{pattern}/{METADATA}"))
     metadata = parts or [folder / METADATA]
     try:
-        return Assembled(_Reading(folder, metadata, model_groups).found())
+        return Assembled(_Reading(folder, metadata, model_groups).contents())
     except HfZeroError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of what it lacks
@@ -85,7 +85,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reading:
-    """Records of one or two folders, by path into the dict that was saved."""
+    """Records of one or two folders.
+
+    entries: name in the folder and torch's record, by path into the dict that was saved. places:
+    index, file, offset and length of each chunk, by name. files: those that parts refer to.
+    """
 
     def __init__(self, folder: Path, metadata: list[Path], model_groups: ModelGroups = ()) -> None:
         self.folder, self.model_groups = folder, model_groups
@@ -97,6 +101,9 @@ class _Reading:
         self._lift()
 
     def _take(self, path: Path) -> None:
+        """Add the records of the metadata file ``path``. Raises CheckpointError if it is damaged,
+        or if a file is missing, cut short or out of its folder.
+        """
         try:
             with open(path, "rb") as file:
                 data = _Unpickler(file).load()
@@ -142,7 +149,7 @@ class _Reading:
                 return
             self.entries, tops = lifted, {keys[0] for keys in lifted}
 
-    def found(self) -> FolderContents:
+    def contents(self) -> FolderContents:
         model = self._under(MODEL)
         if not model and all(hasattr(entry, "chunks") for _, entry in self.entries.values()):
             model = self.entries  # a bare state dict of a model
@@ -212,6 +219,9 @@ class _Reading:
         }
 
     def _parameter(self, name: str, record: Record, states: States) -> Parameter:
+        """Return the parameter ``name`` with those of its ``states`` that have its shape. Raises
+        CheckpointError if these are cut in other places.
+        """
         fqn, entry = record
         dtype, shape, state = entry.properties.dtype, tuple(entry.size), states.get(name)
         main = MASTER if state is not None else SHARD
@@ -353,6 +363,7 @@ class _Reading:
         }
 
     def _value(self, fqn: str) -> Any:
+        """Return a value that is no tensor."""
         _, path, offset, length = self.places[fqn][0]
         return load(path, offset, length)
 
@@ -368,12 +379,14 @@ def _with_lists(tree: object) -> Any:
 
 
 def _shape_of(states: Mapping[str, Record]) -> Shape | None:
+    """Return the shape of a parameter by its state; None if none of that has dimensions."""
     return next(
         (tuple(entry.size) for _, entry in states.values() if len(getattr(entry, "size", ()))), None
     )
 
 
 def _size(path: Path) -> int:
+    """Return the bytes of the file. Raises CheckpointError if it is missing."""
     try:
         return path.stat().st_size
     except OSError as error:

@@ -116,8 +116,6 @@ class DeepSpeedFolder:
                     "restore the file, or name another checkpoint"
                 )
         self.world = world
-        self._listed: list[dict[str, tuple[int, ...]]] | None = None
-        self._nameless = False
 
     def _optimizer_files(self) -> list[Path]:
         return [path for _, path in sorted(files_by_rank(self.folder, "optim_states.pt").items())]
@@ -132,7 +130,7 @@ class DeepSpeedFolder:
             )
         return data
 
-    def found(self) -> FolderContents:
+    def contents(self) -> FolderContents:
         config = self.model.get("ds_config") or {}
         precision = next(
             (name for name in ("bf16", "fp16") if at(config, name, "enabled") is True), "fp32"
@@ -164,50 +162,51 @@ class DeepSpeedFolder:
             world=self.world,
             stage=self.stage,
             precision=precision,
-        )  # fmt: skip
+        )
 
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Return the trained parameters' shapes, by group and name, in the optimizer's order."""
-        if self._listed is None:
-            listed = self.model.get("param_shapes")
-            self._listed = (
-                self._matched()
-                if listed is None
-                else [{name: tuple(shape) for name, shape in group.items()} for group in listed]
-            )
-        return self._listed
-
-    def _matched(self) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of the trained parameters at stage 0, which writes no names with the
-        optimizer state: they are inferred from the fp32 master weights, the model that loads, or
-        the shapes.
-
-        If they cannot be inferred, the optimizer state is left out, with a warning.
+        """Return the trained parameters' shapes, by group and name, in the optimizer's order; all
+        of the module in one group if they are unknown.
         """
-        weights, base, masters = dict(self._own()), self._base(), self._masters()
+        if self._known_shapes is not None:
+            return self._known_shapes
+        return [{name: tuple(tensor.shape) for name, tensor in self._module_parameters()}]
+
+    @cached_property
+    def _known_shapes(self) -> list[dict[str, tuple[int, ...]]] | None:
+        """The shapes that the file lists. At stage 0, which writes no names with the optimizer
+        state, they are inferred from the fp32 master weights, the model that loads, or the shapes.
+
+        None if they cannot be inferred: the optimizer state is then left out, with a warning.
+        """
+        listed = self.model.get("param_shapes")
+        if listed is not None:
+            return [{name: tuple(shape) for name, shape in group.items()} for group in listed]
+        weights, masters = dict(self._module_parameters()), self._masters()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        settings = base.get("param_groups", ())
+        state = self._optimizer_state()
+        settings = state.get("param_groups", ())
         names_by_group = named(settings, shapes)
         if names_by_group is None and masters:
             names_by_group = by_contents(masters, weights)
         elif names_by_group is None:
-            sizes = shapes_in(base)
+            sizes = shapes_in(state)
             names_by_group = as_in_model(sizes, self.model_groups, shapes) or by_shapes(
                 sizes, shapes
             )
-        if names_by_group is None:
-            self._nameless = bool(settings)
-            if settings:
-                logger.warning(
-                    "%s, written by DeepSpeed at stage 0, does not say which parameters its "
-                    "optimizer's state belongs to, and %s do not tell: "
-                    "the weights are read%s, the optimizer's state is not",
-                    self.folder,
-                    "its master weights" if masters else "their shapes",
-                    " in 16 bits" if masters else "",
-                )
+        if names_by_group is not None:
+            return [{name: shapes[name] for name in names} for names in names_by_group]
+        if not settings:
             return [shapes]
-        return [{name: shapes[name] for name in names} for names in names_by_group]
+        logger.warning(
+            "%s, written by DeepSpeed at stage 0, does not say which parameters its "
+            "optimizer's state belongs to, and %s do not tell: "
+            "the weights are read%s, the optimizer's state is not",
+            self.folder,
+            "its master weights" if masters else "their shapes",
+            " in 16 bits" if masters else "",
+        )
+        return None
 
     def _masters(self) -> list[list[torch.Tensor]]:
         """Return the float32 weights of stage 0 in 16 bits, by group: one tensor per parameter or,
@@ -218,7 +217,7 @@ class DeepSpeedFolder:
             [flat] for flat in saved.get("fp32_groups_flat", ())
         ]
 
-    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _module_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the module's parameters, tied ones once."""
         buffers, storages = {*(self.model.get("buffer_names") or ())}, set()
         for name, tensor in self.module.items():
@@ -231,7 +230,7 @@ class DeepSpeedFolder:
             storages.add((tensor.data_ptr(), tensor.shape))
             yield name, tensor
 
-    def _base(self) -> Mapping[str, Any]:
+    def _optimizer_state(self) -> Mapping[str, Any]:
         """Return torch's state dict of the optimizer, that of rank 0 if each rank has one."""
         return torch_state(self.optims[0] if self.optims else self.model.get("optimizer") or {})
 
@@ -240,23 +239,24 @@ class DeepSpeedFolder:
 
     def _trained(self) -> Iterator[Parameter]:
         pieces = (
-            self._whole()
+            self._parts_at_stage_0()
             if not self.optims
-            else self._cut_each()
+            else self._parts_at_stage_3()
             if "fp32_flat_groups" in self.optims[0]
-            else self._cut_groups()
+            else self._parts_below_stage_3()
         )
         for group in self.shapes():
             for name, shape in group.items():
                 yield Parameter(name, shape, self._dtype(name), True, tuple(pieces.get(name, ())))
 
-    def _whole(self) -> dict[str, list[ParameterPart]]:
+    def _parts_at_stage_0(self) -> dict[str, list[ParameterPart]]:
         """Return the parts at stage 0: whole parameters, with the state that torch's optimizer
         keeps for each one, or for a whole group as one flat tensor.
         """
         shapes = self.shapes()
-        masters = [] if self._nameless else self._masters()
-        base: Mapping[str, object] = {} if self._nameless else self._base()
+        known = self._known_shapes is not None
+        masters = self._masters() if known else []
+        base: Mapping[str, object] = self._optimizer_state() if known else {}
         parts: dict[str, list[ParameterPart]] = {}
         index = 0
         for number, names in enumerate(shapes):
@@ -276,7 +276,7 @@ class DeepSpeedFolder:
                 index += 1
         return parts
 
-    def _cut_groups(self) -> dict[str, list[ParameterPart]]:
+    def _parts_below_stage_3(self) -> dict[str, list[ParameterPart]]:
         """Return the parts at stages 1 and 2: the parameters of a group are concatenated and cut
         into equal parts; the padding at the end is not written.
         """
@@ -285,10 +285,9 @@ class DeepSpeedFolder:
             numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
             gaps = self.optims[0].get("param_alignment_paddings") or ()
             after = dict(zip(numels, gaps[group])) if gaps else {}
-            at = 0
-            places = {
-                name: (at, at := at + numels[name] + after.get(name, 0))[0] for name in numels
-            }
+            places, end = dict[str, int](), 0
+            for name, numel in numels.items():
+                places[name], end = end, end + numel + after.get(name, 0)
             start = 0
             for rank, saved in enumerate(self.optims):
                 weights: torch.Tensor = saved["single_partition_of_fp32_groups"][group]
@@ -309,7 +308,7 @@ class DeepSpeedFolder:
                 start += weights.numel() + saved["group_paddings"][group]
         return parts
 
-    def _cut_each(self) -> dict[str, list[ParameterPart]]:
+    def _parts_at_stage_3(self) -> dict[str, list[ParameterPart]]:
         """Return the parts at stage 3: equal parts of parameters, concatenated by rank."""
         pieces: dict[str, list[ParameterPart]] = {}
         for rank, saved in enumerate(self.optims):
@@ -404,7 +403,8 @@ class DeepSpeedFolder:
             yield Parameter(name, tuple(shape), fragments[0][name].dtype, False, tuple(pieces))
 
     def _groups(self) -> tuple[OptimizerGroup, ...] | None:
-        groups = None if self._nameless else groups_of(self._base(), self.shapes())
+        known = self._known_shapes
+        groups = None if known is None else groups_of(self._optimizer_state(), known)
         rates = at(self.model.get("lr_scheduler"), "_last_lr") or ()
         if groups is None or len(rates) != len(groups):
             return groups
@@ -428,6 +428,7 @@ def _without_padding(numel: int, rank: int, share: int) -> int:
 
 
 def _in_order(parameters: Sequence[Parameter], module: Mapping[str, object]) -> list[Parameter]:
+    """Return ``parameters`` in the order of the ``module``, those that it lacks last."""
     places = {name: index for index, name in enumerate(module)}
     return sorted(parameters, key=lambda parameter: places.get(parameter.name, len(places)))
 
@@ -496,7 +497,7 @@ def open_checkpoint(folder: Path, model_groups: ModelGroups = ()) -> Assembled:
     """
     kind = Universal if (folder / FOLDER).is_dir() else DeepSpeedFolder
     try:
-        return Assembled(kind(folder, model_groups).found())
+        return Assembled(kind(folder, model_groups).contents())
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder} is not what DeepSpeed 0.19 writes, or is damaged ({type(error).__name__}: "
@@ -536,6 +537,7 @@ def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
 
 
 def model_parallel(folder: Path, path: Path) -> CheckpointError:
+    """Return the error for ``path``, which holds a part of the model alone."""
     return CheckpointError(
         f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part "
         f"of the model ({path.name}); merge it with the tools of the program that wrote it"
@@ -543,6 +545,7 @@ def model_parallel(folder: Path, path: Path) -> CheckpointError:
 
 
 def at(tree: object, *keys: str) -> Any:
+    """Return the item of nested dictionaries at ``keys``; None if there is none."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

@@ -136,7 +136,7 @@ def _cause(error: Exception) -> str:
     return (lines or str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-class _Stretch(io.RawIOBase):
+class _SavedRange(io.RawIOBase):
     """``length`` bytes of ``file`` from ``offset`` on, as a file object from which torch reads
     directly into place.
     """
@@ -174,9 +174,9 @@ def load(path: Path, offset: int, length: int, device: str = "cpu") -> Any:
     try:
         with (
             open(path, "rb", buffering=0) as file,
-            io.BufferedReader(_Stretch(file, offset, length)) as stretch,
+            io.BufferedReader(_SavedRange(file, offset, length)) as section,
         ):
-            return torch.load(stretch, map_location=device, weights_only=True)
+            return torch.load(section, map_location=device, weights_only=True)
     except Exception as error:  # a damaged file can make the unpickler raise anything
         raise damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
 
@@ -254,7 +254,7 @@ _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+) +(/.*)")
 
 
 @dataclass(frozen=True)
-class Mapping:
+class FileMapping:
     """A mapping of the file ``path`` from ``offset`` on to addresses ``[start, stop)``."""
 
     start: int
@@ -275,7 +275,7 @@ class MappedFiles:
         lines = [_LINE.fullmatch(line) for line in text.splitlines()]
         self._mappings = sorted(
             (
-                Mapping(int(m[1], 16), int(m[2], 16), int(m[3], 16), int(m[4]), m[5])
+                FileMapping(int(m[1], 16), int(m[2], 16), int(m[3], 16), int(m[4]), m[5])
                 for m in lines
                 if m
             ),
@@ -289,7 +289,8 @@ class MappedFiles:
         """Fill ``out`` with elements of the 1-D ``values`` from ``start`` on, read from the mapped
         file.
 
-        Returns False, and does nothing, if no file is known to hold them.
+        Returns False, and does nothing, if no file is known to hold them. Raises CheckpointError
+        for a file that was cut short.
         """
         if (
             values.dtype != out.dtype
@@ -305,15 +306,15 @@ class MappedFiles:
             return False
         view = bytes_view(out)
         if read_all(fd, view, mapping.offset + address - mapping.start) < len(view):
-            raise OSError(f"{mapping.path} was cut short while it was read")
+            raise damaged(Path(mapping.path), "it was cut short while it was read")
         return True
 
-    def _around(self, address: int, nbytes: int) -> Mapping | None:
+    def _around(self, address: int, nbytes: int) -> FileMapping | None:
         index = bisect.bisect_right(self._starts, address) - 1
         mapping = self._mappings[index] if index >= 0 else None
         return mapping if mapping is not None and address + nbytes <= mapping.stop else None
 
-    def _file(self, mapping: Mapping) -> int:
+    def _file(self, mapping: FileMapping) -> int:
         """Return the file's descriptor, -1 if it was removed or replaced since it was mapped."""
         with self._lock:
             if mapping.path not in self._open:
