@@ -153,9 +153,9 @@ class MeshDim:
         # the places of the other ranks, from the one after this
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.spare = streams.TensorPool(self.size)  # chunks that arrive for reductions
-        self._verified: Handle | None = None
+        self._last_verified: Handle | None = None
         self._small = SMALL_NUMEL
-        self._hops: GatherRoute | None = None
+        self._route: GatherRoute | None = None
         # whether a gather sends a second message once its first has arrived
         self.gathers_in_stages = False
         logs = []
@@ -201,14 +201,14 @@ class MeshDim:
 
     def gather_over(self, route: GatherRoute) -> None:
         """Gather over ``route`` instead of this dimension's own messages."""
-        self._hops, self.gathers_in_stages = route, True
+        self._route, self.gathers_in_stages = route, True
 
     def advance_gathers(self, ahead: int = 0) -> None:
         """Issue further messages of the pending gathers over a route, except the last ``ahead``; no
         effect on other dimensions.
         """
-        if self._hops is not None:
-            self._hops.advance(ahead)
+        if self._route is not None:
+            self._route.advance(ahead)
 
     def all_gather(
         self,
@@ -233,8 +233,8 @@ class MeshDim:
         works: list[Waitable | None] = []
         # tensors in host memory beside a device: exchanged by gloo on the default group
         on_host = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
-        if self._hops is not None and not on_host:
-            works, pairs = [self._hops.gather(pairs, key, self._follows)], ()
+        if self._route is not None and not on_host:
+            works, pairs = [self._route.gather(pairs, key, self._follows)], ()
         elif self.size > 1:
             self.stats.record("all_gather", key, size)
         with Starting(self._watchdog, pending, "all_gather", key, size):
@@ -301,9 +301,10 @@ class MeshDim:
         packed = message.new_empty(self.size * message.numel())
         handle = self.all_gather([(packed, message)], key).hold(packed, message)
         into = [full.view(self.size, chunk.numel()) for full, chunk in pairs]
-        came = packed.view(self.size, message.numel()).split([part.shape[1] for part in into], 1)
+        widths = [part.shape[1] for part in into]
+        received = packed.view(self.size, message.numel()).split(widths, 1)
         # no view at the wait: a selective checkpoint would save it among those of the waiting block
-        handle.finish_with(partial(torch._foreach_copy_, into, list(came)))
+        handle.finish_with(partial(torch._foreach_copy_, into, list(received)))
         return handle
 
     def reduce_packed(self, fulls: Sequence[torch.Tensor], key: str) -> list[Handle]:
@@ -343,12 +344,12 @@ class MeshDim:
         tensor that holds, after the wait, ``counts[peer]`` elements from each peer, in the order of
         the peers. ``operation``: its name in the figures.
         """
-        came = sent.new_empty(sum(counts))
+        received = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
         self.stats.record(operation, key, sent.nbytes)
         with Starting(self._watchdog, pending, operation, key, sent.nbytes):
-            works = self._swap(sent, sizes, came, counts, pending)
-        return self._handle(works, self._watchdog, pending, follows=self._follows), came
+            works = self._swap(sent, sizes, received, counts, pending)
+        return self._handle(works, self._watchdog, pending, follows=self._follows), received
 
     def send_to_next(self, sent: torch.Tensor, key: str) -> tuple[Handle, torch.Tensor]:
         """Send ``sent``, 1-D, to the next rank of the dimension, and the last rank's to the first.
@@ -471,11 +472,11 @@ class MeshDim:
         """
         tag = pending.tag
         for step in (1 << power for power in range((self.size - 1).bit_length())):
-            came = torch.empty_like(top)
+            received = torch.empty_like(top)
             source, target = (self.ranks[(self.rank + way) % self.size] for way in (-step, step))
-            works = [dist.irecv(came, source, None, tag), dist.isend(top, target, None, tag)]
+            works = [dist.irecv(received, source, None, tag), dist.isend(top, target, None, tag)]
             Handle(works, self._watchdog, pending).wait()
-            top = torch.maximum(top, came)
+            top = torch.maximum(top, received)
         return top
 
     def allow_small_sums(self, numel: int) -> None:
@@ -499,7 +500,7 @@ class MeshDim:
             with Starting(self._watchdog, pending, "all_reduce", "used parameters", values.nbytes):
                 work = dist.all_reduce(values, group=self._group, async_op=True)
             handle = self._handle([work], self._watchdog, pending, [values], follows=self._follows)
-        before, self._verified = self._verified, handle
+        before, self._last_verified = self._last_verified, handle
         if before is not None:
             before.wait()
         return handle
@@ -537,7 +538,7 @@ class MeshDim:
         collectives on this rank, and closing a communicator would wait for collectives that other
         ranks have not joined.
         """
-        self._verified = None
+        self._last_verified = None
         if self._is_storeless:
             return {}
         logs = ((self._group, self.gathers), (self._reduce_group, self.reductions))
@@ -546,9 +547,9 @@ class MeshDim:
     def forget_buffers(self) -> None:
         """Free the spare buffers, and wait for the last :meth:`verify_same_collective`."""
         self.spare.clear()
-        marked, self._verified = self._verified, None
-        if marked is not None:
-            marked.wait()
+        last, self._last_verified = self._last_verified, None
+        if last is not None:
+            last.wait()
 
     def close_connections(self) -> None:
         """Release the communicators of a dimension that only gathers from now on, where the default
@@ -560,9 +561,9 @@ class MeshDim:
     def close(self) -> None:
         """Release the communicators and the spare buffers."""
         self.spare.clear()
-        marked, self._verified = self._verified, None
-        if marked is not None and not self._watchdog.verdict:
-            marked.wait()
+        last, self._last_verified = self._last_verified, None
+        if last is not None and not self._watchdog.verdict:
+            last.wait()
         for group in (self._group, self._reduce_group):
             destroy_if_current(group)
         self._group = self._reduce_group = None

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 
 Figures = JsonObject
 Waits = list[tuple[CollectiveRow, list[Stopwatch]]]
-
-
+# names of results of an evaluation, and those among them that are no results but its speed
 EVALUATION = re.compile(
     r"(?:^|[_/ .-])(?:eval|evaluation|val|valid|validation|test)(?:[_/ .-]|$)", re.I
 )
@@ -121,7 +120,7 @@ class _Step:
 
 
 class StepFigures:
-    """Collects the figures of the steps for which ``wanted(number)`` is true before they begin,
+    """Collects the figures of the steps for which ``is_wanted(number)`` is true before they begin,
     counted from 1, and gives them to ``report``. Equal on all ranks, because the losses are summed
     over them. ``alone``: no other rank takes part; the loss is this rank's, and every rank has its
     number of samples and tokens.
@@ -138,7 +137,7 @@ class StepFigures:
     ):
         self.last: Figures = {}
         self._device, self._counts = engine.device, counts
-        self._wanted, self._report, self._alone = is_wanted, report, alone
+        self._is_wanted, self._report, self._alone = is_wanted, report, alone
         self._given = section.flops_per_token
         self._peak = (
             1e12 * section.peak_tflops
@@ -153,9 +152,11 @@ class StepFigures:
 
     def _clear(self, engine: TrainingEngine) -> None:
         self._micro_steps = engine.counters.micro_steps
-        self.collects = self._wanted(engine.counters.global_steps + 1)
+        self.collects = self._is_wanted(engine.counters.global_steps + 1)
         self.zero_grad()
-        self._samples = self._tokens = self._squares = 0
+        self._samples = self._tokens = 0
+        self._square_lengths = 0  # of the tokens of all sequences: each counts its own length
+        self._scale = 1.0  # of the loss, as the step uses it
         self._rate: float | None = None
         self._times: list[tuple[Mark, Mark]] = []
         self._sent = Counter[str]()  # bytes by operation in ``_times``
@@ -170,20 +171,21 @@ class StepFigures:
         """Drop the losses so far."""
         self._loss: torch.Tensor | None = None
         self._known_losses = 0  # of backwards
+        self._weighed = False
 
     def forward(self, engine: TrainingEngine, inputs: object) -> None:
         """Count the samples and tokens of a training forward in a step that is wanted."""
         if not engine.module.training or not torch.is_grad_enabled():  # Lightning sets the module's
             self.pause()  # an evaluation is no part of a step
             return
-        self._go_on()
+        self._resume()
         rows = main_input(engine, inputs)
         if rows is None:
             return
         self._samples += rows.shape[0]
         if rows.dim() == 2 and not rows.is_floating_point():
             self._tokens += rows.numel()
-            self._squares += rows.numel() * rows.shape[1]
+            self._square_lengths += rows.numel() * rows.shape[1]
 
     def divided_by(self, steps: int | None) -> None:
         """Note the divisor of the weighed losses to come; None: unknown."""
@@ -195,7 +197,7 @@ class StepFigures:
         """
         if not self.collects:
             return
-        self._go_on()
+        self._resume()
         value = loss.detach().double().reshape(())
         if weighed and self._divisor is not None:
             value, weighed = value * self._divisor, False
@@ -207,7 +209,7 @@ class StepFigures:
         """Note the learning rate of the step, its loss scale, and the bytes of its state."""
         if not self.collects:
             return
-        self._go_on()
+        self._resume()
         self._scale = engine.loss_scale()
         self.held = held_bytes(engine)
         groups = [] if engine.optimizer is None else engine.optimizer.param_groups
@@ -217,7 +219,7 @@ class StepFigures:
     def end_step(self, engine: TrainingEngine) -> None:
         """Sum up a step that has ended (collective), and read those before that are over."""
         if self.collects:
-            self._go_on()  # an evaluation after an update in the backward has paused
+            self._resume()  # an evaluation after an update in the backward has paused
             self._unread.append(self._ended(engine, engine.counters.global_steps))
         self._clear(engine)
         self._begin = mark(self._device) if self.collects else None
@@ -237,7 +239,8 @@ class StepFigures:
         self._sent += now - self._wire
         self._waits += self._take_waits()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
+        """Let the time of the step go on after an evaluation or a save."""
         if self._begin is None:
             self._begin = mark(self._device)
             self._wire = self._wire_now()
@@ -278,7 +281,7 @@ class StepFigures:
         return _Step(
             figures,
             self._tokens,
-            self._squares / self._tokens if self._tokens else 0.0,
+            self._square_lengths / self._tokens if self._tokens else 0.0,
             numbers,
             [*self._times, (self._begin, mark(self._device))],
             waits,
@@ -312,9 +315,9 @@ class StepFigures:
     def _read(self, engine: TrainingEngine, step: _Step) -> None:
         took = sum(milliseconds(*time) for time in step.times)
         loss, losses, samples, tokens, norm = step.numbers.tolist()
-        tensor = max(engine.mesh.dims.tensor, engine.config.tensor_parallel.size)
+        tensor_ranks = max(engine.mesh.dims.tensor, engine.config.tensor_parallel.size)
         samples *= engine.data_ranks / engine.mesh.pp_stage_ranks
-        tokens /= tensor
+        tokens /= tensor_ranks
         figures = dict(step.known)
         if losses:
             figures["loss"] = loss / losses
@@ -328,9 +331,9 @@ class StepFigures:
         if "samples_seen" not in figures:
             engine.counters.global_samples += round(samples)
             figures["samples_seen"] = engine.global_samples
-        used = self._utilization(engine, step, took, tensor)
-        if used is not None:
-            figures["mfu"] = used
+        utilization = self._utilization(engine, step, took, tensor_ranks)
+        if utilization is not None:
+            figures["mfu"] = utilization
         if self._counts is not None:
             self._counts.read(step.other_waits)
             waits = self._counts.read(step.waits)
@@ -339,15 +342,16 @@ class StepFigures:
         self._report(figures)
 
     def _utilization(
-        self, engine: TrainingEngine, step: _Step, took: float, tensor: int
+        self, engine: TrainingEngine, step: _Step, took: float, tensor_ranks: int
     ) -> float | None:
+        """Return the share of its peak at which this rank has computed; None: not known."""
         if self._peak is None or not step.tokens or not took:
             return None
         stages = engine.mesh.dims.pipeline
         per_token = (
-            self._given / (tensor * stages)
+            self._given / (tensor_ranks * stages)
             if self._given
-            else flops_per_token(engine.module, step.length, tensor, stages)
+            else flops_per_token(engine.module, step.length, tensor_ranks, stages)
         )
         return None if per_token is None else 1e3 * per_token * step.tokens / took / self._peak
 

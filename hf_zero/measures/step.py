@@ -149,24 +149,9 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         folder = metrics.path or config.checkpoint.folder
         if folder is not None:
             self.keep_in(folder)
-        counts_samples = metrics.enabled or self.monitor.enabled or self._logs_collectives
-        dims = [*engine.mesh.mesh_dims, *engine.mesh.parallel_mesh_dims]
-        self.counts = EngineCollectives(dims, device) if counts_samples else None
-        if self.counts is not None:
-            opened.callback(self.counts.close)
-        self.counts_samples = counts_samples
-        self._figures: StepFigures | None = None
-        self._alone = not (counts_samples or self._every)  # figures of rank 0
-        if not self._alone or self._line.by_time:
-            self._figures = StepFigures(
-                engine,
-                metrics,
-                self.counts,
-                lambda number: counts_samples or self._line.is_due(number),
-                self._report,
-                self._alone,
-            )
-        if self.counts is not None and self._logs_collectives:
+        self.counts_samples = metrics.enabled or self.monitor.enabled or comms.enabled
+        self._open_figures(engine, metrics, opened)
+        if self.counts is not None and comms.enabled:
             comms_logger.take(comms)
             comms_logger.engines.add(self.counts)
         self.profile: StepProfile | None = None
@@ -177,6 +162,28 @@ class EngineMeasures(StepMeasures["TrainingEngine"]):
         if config.dump_state and rank == 0:
             logger.info("state of the engine:\n%s", layout(engine))
         self._trace_when_due(engine)
+
+    def _open_figures(
+        self, engine: TrainingEngine, metrics: MetricsSection, opened: ExitStack
+    ) -> None:
+        """Count collectives and collect figures, of all ranks or, for its line, of rank 0 alone."""
+        self.counts: EngineCollectives | None = None
+        if self.counts_samples:
+            dims = [*engine.mesh.mesh_dims, *engine.mesh.parallel_mesh_dims]
+            self.counts = EngineCollectives(dims, engine.device)
+            opened.callback(self.counts.close)
+        self._figures: StepFigures | None = None
+        self._alone = not (self.counts_samples or self._every)
+        if self._alone and not self._line.by_time:
+            return
+        counts_samples, line = self.counts_samples, self._line
+
+        def is_wanted(number: int) -> bool:
+            return counts_samples or line.is_due(number)
+
+        self._figures = StepFigures(
+            engine, metrics, self.counts, is_wanted, self._report, self._alone
+        )
 
     def _open_file(
         self, engine: TrainingEngine, header: JsonObject | None, opened: ExitStack

@@ -113,41 +113,11 @@ def _check(
 
 
 def _too_wide(x: torch.Tensor, seed: torch.Tensor | None, centered: bool) -> str:
+    """Return why the kernels do not compute the norm of rows like ``x``, or "" if they do."""
     if x.dtype == torch.float64:
         return "fp64"
     limit = WIDEST_WITH_DROPOUT if seed is not None else WIDEST_CENTERED if centered else WIDEST
     return f"rows of {x.shape[-1]:,}, more than {limit:,}" if x.shape[-1] > limit else ""
-
-
-def _forward_refuses(
-    x: torch.Tensor,
-    residual: object,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    dropout: float,
-    centered: bool,
-    keep: bool,
-) -> str:
-    return _too_wide(x, seed, centered)
-
-
-def _backward_refuses(
-    dy: torch.Tensor,
-    saved: object,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    mean: object,
-    rstd: object,
-    seed: torch.Tensor | None,
-    offset: float,
-    dropout: float,
-    centered: bool,
-    *_: object,
-) -> str:
-    return _too_wide(dy, seed, centered)
 
 
 def _forward_example(device: torch.device) -> tuple[object, ...]:
@@ -161,9 +131,23 @@ def _backward_example(device: torch.device) -> tuple[object, ...]:
     return (x.flip(0), x, x[0], x[1], mean, rstd, draw_seed(device), 0.0, 0.1, True, True)
 
 
-NORM = Kernel("norm", "norms:forward", reference.norm_forward, _forward_refuses, _forward_example)
+NORM = Kernel(
+    "norm",
+    "norms:forward",
+    reference.norm_forward,
+    lambda x, residual, weight, bias, seed, eps, offset, dropout, centered, keep: _too_wide(
+        x, seed, centered
+    ),
+    _forward_example,
+)
 NORM_BACKWARD = Kernel(
-    "norm_backward", "norms:backward", reference.norm_backward, _backward_refuses, _backward_example
+    "norm_backward",
+    "norms:backward",
+    reference.norm_backward,
+    lambda dy, saved, weight, bias, mean, rstd, seed, offset, dropout, centered, trains: _too_wide(
+        dy, seed, centered
+    ),
+    _backward_example,
 )
 
 

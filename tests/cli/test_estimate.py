@@ -59,6 +59,7 @@ def test_a_model_without_its_head_is_named(heard: list[str], tmp_path: Path) -> 
     for kind, named, said, remedy in (
         ("bert", [], "no architectures; counted as BertModel", 'add .*"BertForMaskedLM"'),
         ("llama", ["Mine"], r"only architectures .* \(Mine\); counted as Llama", "write .*For"),
+        ("gpt2", "Mine", r"only architectures .* \(Mine\); counted as GPT2", "write .*LMHead"),
     ):
         path = tmp_path / kind / "config.json"
         path.parent.mkdir()

@@ -13,7 +13,7 @@ import re
 import socket
 import textwrap
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from types import SimpleNamespace
@@ -56,7 +56,8 @@ def build_on_meta(model: object, needs_loss: bool = False) -> nn.Module:
     and is built without its head.
     """
     config = _configuration(model)
-    names = config.architectures or ()
+    written = config.architectures or ()
+    names = [written] if isinstance(written, str) else written
     try:
         named = [getattr(transformers, name, None) for name in names]
         build = next((cls._from_config for cls in named if cls is not None), None)
@@ -68,15 +69,23 @@ def build_on_meta(model: object, needs_loss: bool = False) -> nn.Module:
         raise ConfigError(
             f"no model can be built from {_named(model)}: {_described(error)}"
         ) from error
-    head = _with_head(config)
+    _tell_bare(model, type(bare).__name__, names, _with_head(config), needs_loss)
+    return bare
+
+
+def _tell_bare(
+    model: object, bare: str, names: Collection[str], head: str, needs_loss: bool
+) -> None:
+    """Warn that ``model`` is built as the class ``bare``, as Transformers has none of ``names``;
+    raise ConfigError if it ``needs_loss`` and there is a class with a ``head``.
+    """
     unknown = f"only architectures that Transformers does not have ({listed(names)})"
     subject = f"{_source(model)} names {unknown if names else 'no architectures'}; "
     remedy = f'{"write" if names else "add"} "architectures": ["{head}"]'
     if needs_loss and head:
-        raise ConfigError(f"{subject}{type(bare).__name__} has no head to compute a loss; {remedy}")
+        raise ConfigError(f"{subject}{bare} has no head to compute a loss; {remedy}")
     without = f" without a head; {remedy}" if head else ""
-    _warn_once(f"{subject}counted as {type(bare).__name__}{without}")
-    return bare
+    _warn_once(f"{subject}counted as {bare}{without}")
 
 
 def _as_quantized(model: PreTrainedModel, config: PreTrainedConfig, runs: bool) -> nn.Module:
@@ -103,24 +112,37 @@ def _as_quantized(model: PreTrainedModel, config: PreTrainedConfig, runs: bool) 
     nested = bool(values.get("bnb_4bit_use_double_quant"))
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, skipped):
-            shape = module.weight.shape
-            if by_rows is not None:
-                rows = shape[1] if type(module) is Conv1D else shape[0]
-                weight = module._parameters["weight"] = _frozen(shape, torch.int8)
-                weight.__dict__["_hf_zero_elements"] = weight.numel()
-                for part, dtype in by_rows.items():
-                    module._parameters[f"weight_{part}"] = _frozen((rows,), dtype)
-                continue
-            blocks = -(-math.prod(shape) // BLOCK)
-            weight = _frozen((-(-math.prod(shape) // 2), 1), torch.uint8)
-            weight.quant_state = SimpleNamespace(shape=shape)  # type: ignore[attr-defined]
-            module._parameters["weight"] = weight
-            scales = torch.uint8 if nested else torch.float32
-            module._parameters["weight.absmax"] = _frozen((blocks,), scales)
-            if nested:
-                again = _frozen((-(-blocks // NESTED_BLOCK),), torch.float32)
-                module._parameters["weight.nested_absmax"] = again
+            if by_rows is None:
+                _store_in_4_bits(module, nested)
+            else:
+                _store_by_rows(module, by_rows)
     return model.requires_grad_(False)
+
+
+def _store_by_rows(module: nn.Linear | Conv1D, by_rows: Mapping[str, torch.dtype]) -> None:
+    """Give ``module`` a weight in 8 bits, and beside it tensors of one number a row."""
+    shape = module.weight.shape
+    rows = shape[1] if type(module) is Conv1D else shape[0]
+    weight = module._parameters["weight"] = _frozen(shape, torch.int8)
+    weight.__dict__["_hf_zero_elements"] = weight.numel()
+    for part, dtype in by_rows.items():
+        module._parameters[f"weight_{part}"] = _frozen((rows,), dtype)
+
+
+def _store_in_4_bits(module: nn.Linear | Conv1D, nested: bool) -> None:
+    """Give ``module`` a packed weight, with the scales of its blocks, themselves scaled if they are
+    ``nested``.
+    """
+    shape = module.weight.shape
+    blocks = -(-math.prod(shape) // BLOCK)
+    weight = _frozen((-(-math.prod(shape) // 2), 1), torch.uint8)
+    weight.quant_state = SimpleNamespace(shape=shape)  # type: ignore[attr-defined]
+    module._parameters["weight"] = weight
+    scales = torch.uint8 if nested else torch.float32
+    module._parameters["weight.absmax"] = _frozen((blocks,), scales)
+    if nested:
+        again = _frozen((-(-blocks // NESTED_BLOCK),), torch.float32)
+        module._parameters["weight.nested_absmax"] = again
 
 
 def _rows_of(values: Mapping[str, object]) -> dict[str, torch.dtype] | None:
@@ -189,6 +211,7 @@ def _source(model: object) -> str:
 
 
 def _configuration(model: object) -> PreTrainedConfig:
+    """Return the configuration that ``model`` is, holds or names. Raises ConfigError if none is."""
     if isinstance(model, PreTrainedConfig):
         return model
     if not isinstance(model, (Mapping, str, os.PathLike)):
@@ -211,8 +234,9 @@ def _configuration(model: object) -> PreTrainedConfig:
         _refuse_layers(values)
         return AutoConfig.from_pretrained(name, local_files_only=bool(offline))
     except Exception as error:  # the file may hold anything
-        why = f"it is not in the cache, and the Hub cannot be reached: {offline}"
-        why = why if offline else _described(error)
+        why = _described(error)
+        if offline:
+            why = f"it is not in the cache, and the Hub cannot be reached: {offline}"
         sizes = _known_sizes(name) if hub and isinstance(error, OSError) else None
         if sizes is not None:
             _warn_once(f"{name} is estimated by the sizes that hf-zero knows ({why})")
@@ -275,6 +299,7 @@ def _why_offline() -> str:
 
 
 def _named(model: object) -> str:
+    """Return the name of ``model`` for a message."""
     if isinstance(model, (str, os.PathLike)):
         return repr(os.fspath(model))
     return f"this {type(model).__name__}"

@@ -194,25 +194,14 @@ def _attend(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not q.numel():
-        return _attend_fake(q, k, v, padding, seed, handle, causal, scale, dropout)
+        return _attend_fake(q)
     return FORWARD(q, k, v, _plan(handle, q, k, causal), padding, seed, causal, scale, dropout)
 
 
 @_attend.register_fake
-def _attend_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    padding: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    handle: int,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.empty_like_heads(q), torch.empty(
-        q.shape[:3], dtype=torch.float32, device=q.device
-    )
+def _attend_fake(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return reference.empty_like_heads(q), lse
 
 
 @torch.library.custom_op("hf_zero::sparse_attention_backward", mutates_args=())
@@ -231,11 +220,7 @@ def _attend_backward(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not q.numel():
-        return (
-            reference.empty_like_heads(q),
-            reference.empty_like_heads(k),
-            reference.empty_like_heads(v),
-        )
+        return _attend_backward_fake(grad, q, k, v)
     return BACKWARD(
         grad, q, k, v, o, lse, _plan(handle, q, k, causal), padding, seed, causal, scale, dropout
     )
@@ -243,24 +228,10 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _attend_backward_fake(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    padding: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    handle: int,
-    causal: bool,
-    scale: float,
-    dropout: float,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        reference.empty_like_heads(q),
-        reference.empty_like_heads(k),
-        reference.empty_like_heads(v),
-    )
+    dq, dk, dv = (reference.empty_like_heads(x) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
