@@ -49,7 +49,7 @@ def _tiles(
     for *places, length, row, _, _ in rows:
         yield (
             [slice(start, start + length) for start in places],
-            (coefficients[row, :10] * intact).unbind(),
+            (coefficients[row, :11] * intact).unbind(),
         )
 
 
