@@ -11,8 +11,9 @@ import hf_zero
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import features
 from tests.helpers.offloads import offload
-from tests.helpers.stacks import by_hand, on_ranks, run_steps
+from tests.helpers.stacks import by_hand, on_ranks, run_steps, stack
 from tests.helpers.training import adamw
 
 RANKS = 2
@@ -80,3 +81,36 @@ def test_writes_reach_master_weights_in_16_bits(masters, stage, gather):
             assert torch.equal(weights, before[name].bfloat16().to(weights.dtype) / 2)
 
     on_ranks(RANKS, run)
+
+
+@in_turn("stage", [1, 2, 3])
+def test_writes_to_members_without_a_gradient_reach_all_ranks(stage):
+    """The backward of each step has the gradients of one weight alone."""
+
+    def decay(optimizer, *_):
+        for group in optimizer.param_groups:
+            torch._foreach_mul_([*group["params"]], 0.9)
+
+    def losses(model, step_of):
+        model_losses = []
+        optimizer, step, module = step_of(model)
+        optimizer.register_step_pre_hook(torch.no_grad()(decay))
+        for number in range(STEPS):
+            loss = module(features(number, 0, 0)).pow(2).mean()
+            loss.backward(inputs=[model.head.weight])
+            step()
+            optimizer.zero_grad()
+            model_losses.append(loss.item())
+        return model_losses
+
+    def plain(model):
+        optimizer = adamw(model)
+        return optimizer, optimizer.step, model
+
+    def zero(model):
+        engine = start(model, adamw(model), config_of(stage))
+        return engine.optimizer, engine.step, engine
+
+    want = losses(stack(), plain)
+    for got in on_ranks(RANKS, lambda rank, model: losses(model, zero)):
+        assert got == pytest.approx(want, rel=1e-5)

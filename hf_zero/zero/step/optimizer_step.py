@@ -138,8 +138,10 @@ class OptimizerStep:
             self.norm_check.check(norm, steps_before + 1)
         written, fresh = self._update_state(self._divisor(norm), steps_before)
         stale = []
+        hooked = bool(self.bound.optimizer._optimizer_step_pre_hooks)  # they may write to any
         for flat in model.flats:
-            if flat.trainable and flat.gradient.unused and flat.gradient.all_unused:
+            unused = flat.trainable and flat.gradient.unused and flat.gradient.all_unused
+            if unused and not hooked:
                 fresh.add(flat)
             elif flat.trainable:
                 flat.user_writes.mark_updated()
