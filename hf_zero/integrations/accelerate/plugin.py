@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_zero.config import PRESETS, ZeroConfig
@@ -35,7 +34,7 @@ PRINTS = "steps_per_print"
 
 def read_strictly(original: Original, self: HfDeepSpeedConfig, config_file_or_dict: object) -> None:
     """Wraps ``HfDeepSpeedConfig.__init__``: reads paths, presets and JSON with hf-zero's reader,
-    and keeps the sources of the values.
+    and keeps the sources of the values. Raises ConfigError for what is no configuration.
     """
     if not finder.chosen():
         original(self, config_file_or_dict)
@@ -50,20 +49,10 @@ def add_written_keys(original: Original, self: DeepSpeedPlugin) -> None:
     which Accelerate replaces by infinity, and leaves accumulation to the Accelerator where the
     configuration has no key of it, for which Accelerate would write 1.
     """
-    from accelerate.utils.deepspeed import HfDeepSpeedConfig
-
-    from_launcher = (
-        self.hf_ds_config is None
-        and os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") == "none"
-    )
-    value = self.hf_ds_config
+    value, file = self.hf_ds_config, os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    from_launcher = value is None and file == "none"
     if finder.chosen() and not from_launcher:
-        given = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] if value is None else value
-        if isinstance(given, (dict, str)) and given != "none":
-            given = HfDeepSpeedConfig(given)
-        if isinstance(given, HfDeepSpeedConfig):
-            given.config.setdefault(ACCUMULATION, AUTO)
-            self.hf_ds_config = given
+        self.hf_ds_config = _with_open_accumulation(file if value is None else value)
     original(self)
     if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
         return
@@ -76,6 +65,20 @@ def add_written_keys(original: Original, self: DeepSpeedPlugin) -> None:
     elif not hasattr(value, "config"):
         # with a ``config`` it is the Trainer's, which sets its own filler
         self.deepspeed_config.filler = "Accelerate"
+
+
+def _with_open_accumulation(given: object) -> object:
+    """Return the configuration ``given``, in any form that a ZeroConfig takes, as Accelerate's
+    object, with accumulation left open unless it is written; "none", Accelerate's word, unchanged.
+    Accelerate drops forms other than a dict and a string in silence.
+    """
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    if given == "none":
+        return given
+    config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
+    config.config.setdefault(ACCUMULATION, AUTO)
+    return config
 
 
 def leave_own_autos(
@@ -115,17 +118,16 @@ def written_keys() -> dict[str, object]:
 
 
 def mapping_of(value: object) -> object:
-    """Convert the argument of ``HfDeepSpeedConfig``, which copies it, to a mapping with sources;
-    other types are returned unchanged. Raises ConfigError for an invalid configuration.
+    """Convert the argument of ``HfDeepSpeedConfig``, which copies it, to a mapping with sources.
+    Raises ConfigError for an invalid configuration.
     """
     if isinstance(value, Mapping):
         return _sourced(value, DICT)
-    if not isinstance(value, (str, Path)):
-        return value
-    if isinstance(value, str) and (
-        value in PRESETS or not (os.path.exists(value) or {os.sep, ".", "{", "="} & {*value})
+    if not isinstance(value, (str, os.PathLike)) or (
+        isinstance(value, str)
+        and (value in PRESETS or not (os.path.exists(value) or {os.sep, ".", "{", "="} & {*value}))
     ):
-        # raises ConfigError, listing the presets, if it is none
+        # raises ConfigError, listing the presets, unless it is a preset or a ZeroConfig
         return ZeroConfig.coerce(value, allow_auto=True, foreign=True).to_dict()
     text = load_text(value) if isinstance(value, str) and not os.path.exists(value) else None
     mapping = load_file(value) if text is None else text
@@ -137,9 +139,9 @@ def mapping_of(value: object) -> object:
 
 def _sourced(mapping: Mapping[str, object], label: str) -> SourcedDict:
     """Return ``mapping`` with its source. Raises ConfigError for a misspelt section or key if it
-    has no ``zero_optimization``, which Accelerate refuses without saying what it has instead.
+    has no section ``zero_optimization``, which Accelerate refuses without saying what it has.
     """
-    if "zero_optimization" not in mapping:
+    if not isinstance(mapping.get("zero_optimization"), Mapping):
         ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True)
     return SourcedDict.wrap(mapping, label)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -200,3 +201,29 @@ def test_a_misspelt_section_is_named_before_accelerate_asks_for_it(tmp_path: Pat
     for given in (written, str(tmp_path / "typo.json")):
         with pytest.raises(ConfigError, match="'zero_optimisation'; did you mean 'zero_opt"):
             DeepSpeedPlugin(hf_ds_config=given)
+
+
+@in_turn("form", ["path", "mapping", "object"])
+def test_a_configuration_of_any_form_is_the_plugins(form: str, tmp_path: Path) -> None:
+    """Accelerate leaves what is no dict and no string out, and its stage of 2 would train."""
+    forget()
+    file = tmp_path / "zero1.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    forms = {
+        "path": file,
+        "mapping": MappingProxyType({"zero_optimization": {"stage": 1}}),
+        "object": ZeroConfig(stage=1),
+    }
+    made = DeepSpeedPlugin(hf_ds_config=forms[form])
+    assert made.zero_stage == 1
+    assert made.deepspeed_config["zero_optimization"]["stage"] == 1
+
+
+@in_turn(
+    "given, named",
+    [(5, "type int"), ([1], "type list"), ({"zero_optimization": "x"}, "zero_optimization")],
+)
+def test_what_is_no_configuration_is_named(given: object, named: str) -> None:
+    forget()
+    with pytest.raises(ConfigError, match=named):
+        DeepSpeedPlugin(hf_ds_config=given)
