@@ -118,7 +118,7 @@ def simulate(
     measured = None
     if measure:
         cpu = cpu or default_device().type == "cpu"
-        measured = _measured(job, micro_batch or 1, seq)
+        measured = _measured(job, ranks, micro_batch, seq)
         if measured is None:
             return
     simulation = compute(
@@ -151,22 +151,27 @@ def simulate(
     print_table(_store(simulation))
 
 
-def _measured(job: Job, rows: int, length: int) -> Measured | None:
-    """Return the rates of the ranks at hand; None on all but the first, which has nothing else to
-    do.
+def _measured(job: Job, ranks: int, micro_batch: int | None, length: int) -> Measured | None:
+    """Return the rates of the ranks at hand, in the precision and with the sequences of a
+    micro-batch that are simulated; None on all ranks but the first, which have nothing else to do.
     """
     from hf_zero.distributed.init import init_distributed
     from hf_zero.distributed.process_group import destroy_process_group, get_rank
-    from hf_zero.planning.estimate_job import exact_precision
+    from hf_zero.planning.estimate_job import asked_for
     from hf_zero.planning.simulation import measure
     from hf_zero.planning.simulation.simulating import module_of
     from hf_zero.zero.layout.precision import COMPUTE
 
-    dtype = COMPUTE[exact_precision(job.precision)]
+    precision = cast("Any", job.precision)  # the function checks it
+    settings = asked_for(ranks, precision, job.optimizer, **job.job_options()).settings
+    dtype, rows = (
+        COMPUTE[settings.precision],
+        micro_batch or settings.train_micro_batch_size_per_gpu,
+    )
     module = module_of(job.model, job.params)[1]
     init_distributed()
     try:
-        measured = measure(module, rows, length, dtype)
+        measured = measure(module, rows or 1, length, dtype)
         return measured if get_rank() == 0 else None
     finally:
         destroy_process_group()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import MixtralConfig
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from hf_zero.cli.printing import in_units
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
-from hf_zero.planning.simulation import Machine
+from hf_zero.planning.simulation import Machine, Measured
 from tests.cli.invoked import ROOT, ZERO3, invoke, refusal
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
@@ -78,6 +79,27 @@ def test_estimate_prints_the_library_s_figures(model: str, tmp_path: Path) -> No
         assert re.findall(r"^│ +(\S+) │", table, re.M) == ["0", "1", "*2", "3"]
         assert f"*: the stage of {file}." in table
     assert "*" not in invoke(f"estimate {model} --ranks 2")
+
+
+def test_simulate_measures_what_the_configuration_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences of a micro-batch and the precision, which the simulated step has, too."""
+    measured = Measured("model.layers.0", 2.0, 1e9, 1e-5, 2, 1e-3, 1e8, 0.25, False)
+    calls = list[tuple[object, ...]]()
+
+    def measure(module: object, *arguments: object) -> Measured:
+        calls.append(arguments)
+        return measured
+
+    monkeypatch.setattr("hf_zero.planning.simulation.measure", measure)
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 8, "fp16": {"enabled": True}}))
+    command = "simulate --params 2M --ranks 2 --seq 16 --measure"
+    invoke(f"{command} --config {config}")
+    invoke(f"{command} --config {config} --micro-batch 3")
+    invoke(f"{command} --precision fp32")
+    assert calls == [(8, 16, torch.float16), (3, 16, torch.float16), (1, 16, torch.float32)]
 
 
 def test_simulate_prints_the_library_s_figures() -> None:
