@@ -21,6 +21,7 @@ from hf_zero.deepspeed.wrapped_optimizer import hide_wrapped, show_wrapped
 from hf_zero.device import kinds
 from hf_zero.errors import UnreducedGradientsError, UnscalableLossError
 from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.access.wholes import WeightBuckets
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 
 
@@ -235,6 +236,24 @@ class DeepSpeedEngine(ReportingEngine):
         self.loaded_checkpoint_tag = os.path.basename(path) if path else None
         return path, state
 
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any] | None:
+        self._states_away.refuse("state_dict()")
+        return super().state_dict(*args, **kwargs)
+
+    def consolidated(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self._states_away.refuse("consolidated()")
+        return super().consolidated(*args, **kwargs)
+
+    def iter_weights(self, *args: Any, **kwargs: Any) -> WeightBuckets:
+        self._states_away.refuse("iter_weights()")
+        return super().iter_weights(*args, **kwargs)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        self._states_away.refuse("a save of the model")
+        return super().save_16bit_model(*args, **kwargs)
+
     def empty_partition_cache(self) -> None:
         """Free unused device memory; the engine itself releases parameters between forwards."""
         gc.collect()
@@ -274,6 +293,7 @@ class DeepSpeedEngine(ReportingEngine):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, object] | None:
         """Return the whole model's state dict on rank 0, None elsewhere (collective)."""
+        self._states_away.refuse("a read of whole weights")
         return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
 
     # called by Accelerate if ranks share layers, at any stage

@@ -305,10 +305,11 @@ class Getters(_AnyEngine):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, object]:
         """Return the whole model's state dict (collective at stage 3)."""
-        options: dict[str, object] = {} if destination is None else {"destination": destination}
-        state: dict[str, object] = self.module.state_dict(
+        options: dict[str, Any] = {} if destination is None else {"destination": destination}
+        state: dict[str, object] | None = self.state_dict(
             prefix=prefix, keep_vars=keep_vars, **options
         )
+        assert state is not None  # which rank0_only gives
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters():
                 if not parameter.requires_grad:

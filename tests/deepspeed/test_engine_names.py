@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.deepspeed.state_offload import KINDS, checked
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from tests.helpers import sampled
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
@@ -133,9 +134,11 @@ def test_whole_state_dicts_go_out_and_in() -> None:
     on_ranks(RANKS, run)
 
 
-@in_one_item([(0, "fp32"), (3, "bf16")])
-def test_states_go_away_and_come_back_as_they_were(case: tuple[int, str]) -> None:
-    stage, plan = case[0], Plan(precision=case[1])
+@in_turn("stage, precision", [(0, "fp32"), (3, "bf16")])
+def test_states_go_away_and_come_back_as_they_were(
+    stage: int, precision: str, tmp_path: Path
+) -> None:
+    plan = Plan(precision=precision)
 
     def run(rank: int, model: Any, away: bool) -> list[dict[str, torch.Tensor]]:
         engine = made(model, stage, plan)
@@ -149,6 +152,14 @@ def test_states_go_away_and_come_back_as_they_were(case: tuple[int, str]) -> Non
                     engine.step()
                 with pytest.raises(PartitionError, match="a forward while offload_states"):
                     engine(torch.ones(1))
+                readers = (
+                    engine.state_dict, engine.consolidated, engine.iter_weights,
+                    engine.module_state_dict, engine._consolidated_16bit_state_dict,
+                    partial(engine.save_16bit_model, tmp_path),
+                )  # fmt: skip
+                for reader in readers:
+                    with pytest.raises(PartitionError, match="while offload_states"):
+                        reader()
                 assert {s.nbytes() for s, _ in engine._states_away._away} == {0}
                 engine.reload_states()
             engine.step()
