@@ -164,14 +164,12 @@ def _measured(job: Job, ranks: int, micro_batch: int | None, length: int) -> Mea
 
     precision = cast("Any", job.precision)  # the function checks it
     settings = asked_for(ranks, precision, job.optimizer, **job.job_options()).settings
-    dtype, rows = (
-        COMPUTE[settings.precision],
-        micro_batch or settings.train_micro_batch_size_per_gpu,
-    )
+    dtype = COMPUTE[settings.precision]
+    rows = micro_batch or settings.train_micro_batch_size_per_gpu or 1
     module = module_of(job.model, job.params)[1]
     init_distributed()
     try:
-        measured = measure(module, rows or 1, length, dtype)
+        measured = measure(module, rows, length, dtype)
         return measured if get_rank() == 0 else None
     finally:
         destroy_process_group()

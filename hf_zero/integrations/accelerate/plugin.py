@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.accelerate_yaml import is_accelerate
@@ -123,10 +123,7 @@ def mapping_of(value: object) -> object:
     """
     if isinstance(value, Mapping):
         return _sourced(value, DICT)
-    if not isinstance(value, (str, os.PathLike)) or (
-        isinstance(value, str)
-        and (value in PRESETS or not (os.path.exists(value) or {os.sep, ".", "{", "="} & {*value}))
-    ):
+    if not _is_path_or_text(value):
         # raises ConfigError, listing the presets, unless it is a preset or a ZeroConfig
         return ZeroConfig.coerce(value, allow_auto=True, foreign=True).to_dict()
     text = load_text(value) if isinstance(value, str) and not os.path.exists(value) else None
@@ -135,6 +132,14 @@ def mapping_of(value: object) -> object:
     if is_accelerate(mapping) or "stage" in mapping:
         return ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True).to_dict()
     return _sourced(mapping, label)
+
+
+def _is_path_or_text(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether ``value`` is the path or the text of a configuration, not a preset's name."""
+    if not isinstance(value, str):
+        return isinstance(value, os.PathLike)
+    looks_so = os.path.exists(value) or not {os.sep, ".", "{", "="}.isdisjoint(value)
+    return value not in PRESETS and looks_so
 
 
 def _sourced(mapping: Mapping[str, object], label: str) -> SourcedDict:

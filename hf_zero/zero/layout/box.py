@@ -130,7 +130,8 @@ class Box:
 
     @cached_property
     def _ranges(self) -> tuple[tuple[Cut, ...], ...]:
-        return tuple(dict(self.cuts).get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
+        by_dim = dict(self.cuts)
+        return tuple(by_dim.get(dim, ((0, n),)) for dim, n in enumerate(self.whole))
 
     def _row(
         self, at_row: int, row: int, start: int, stop: int, of_whole: bool

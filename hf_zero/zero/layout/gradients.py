@@ -238,7 +238,7 @@ class GradientBuffer:
         self.writing().zero_()
         self.mark_reduced()
         if not self.used:
-            self.set_unused(frozenset(slot.name for slot in self.layout.slots))
+            self.set_unused(self.names_of(self.all_used))
 
     def set_idle(self, bits: int) -> None:
         """Record that all ranks know that no backward of the window has used the parameters in

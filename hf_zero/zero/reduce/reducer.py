@@ -596,15 +596,15 @@ class Reducer:
         self._end_progress()
         self.gradients_lost = True
 
-    def clear(self, clear: Callable[[GradientBuffer], None] = GradientBuffer.clear) -> None:
-        """Drop all gradients, those of each flat buffer by its method ``clear``."""
+    def clear(self, drop: Callable[[GradientBuffer], None] = GradientBuffer.clear) -> None:
+        """Drop all gradients, those of each flat buffer by its method ``drop``."""
         self.gradients_lost = False
         self.idle.clear()
         self._drop()
         memories = set[GradientMemory | None]()
         for unit in self._order.units:
             for flat in unit.trainable_flats:
-                clear(flat.gradient)
+                drop(flat.gradient)
                 memories.add(flat.gradient.memory)
         for memory in memories:
             if memory is not None:

@@ -33,7 +33,8 @@ from hf_zero.zero.step.state_changes import StateChanges
 from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
 
 KeptOfStep = tuple[float, torch.Tensor | None, float, bool, tuple[set[str], set[str]]]
-"""The norm that steps clip to, the last one, the factor on rates, whether the step was applied."""
+"""The norm that steps clip to, the last one, the factor on rates, whether the step was applied, and
+the names of parameters that have had gradients, and zeros (``GradientBuffer.restore_zeros``)."""
 
 
 class OptimizerStep:
