@@ -104,7 +104,7 @@ def cases(work: str, module: str, count: int, seconds: int, table: str = "CASES"
             yield {"work": work, "of": case.name, "missing": f"{case.needs} is not installed"}
         chosen = [case for case in chosen if not case.needs or here(case.needs)]
         chosen = [case for case in chosen if case.on_cpu or not cpu]
-        begun, folder = time.monotonic(), logs() / f"{module}-{count}"
+        begun, folder = time.monotonic(), logs() / module / table
         for outcome in outcomes(name, chosen, count, os.environ[WAY], folder, device(cpu)):
             taken, begun = time.monotonic() - begun, time.monotonic()
             row = {"work": work, "of": outcome.case.name, **outcome.figures, "s": taken}
