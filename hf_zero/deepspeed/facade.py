@@ -129,7 +129,10 @@ class FacadeLoader:
 
 def _check_stated() -> None:
     """Raise ConfigError if the environment has something else than a release of DeepSpeed."""
-    if len(NUMBERS) != 3:
+    import re
+
+    local = r"\+[a-zA-Z\d]+([._-][a-zA-Z\d]+)*"
+    if not re.fullmatch(rf"\d+\.\d+\.\d+(\.(post|dev)\d+)?({local})?", VERSION, re.ASCII):
         from hf_zero.errors import ConfigError
 
         raise ConfigError(

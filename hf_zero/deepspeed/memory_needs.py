@@ -1,23 +1,42 @@
 """``estimate_zero*_model_states_mem_needs*``: hf-zero's own estimates under DeepSpeed's names.
 
 A model described by two numbers only is made on the meta device, in blocks of the largest layer's
-size.
+size. Numbers that describe no model raise ConfigError.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from numbers import Real
 from pkgutil import resolve_name
 
 import torch
 from torch import nn
 
+from hf_zero.errors import ConfigError
+
 GIB = 1 << 30
+MOST_LAYERS = 10_000  # of a model, each a module: more take minutes and are a mistake in the sizes
 
 
-def _model_of(total: float, largest: float) -> nn.Module:
-    """Return a model of ``total`` parameters in blocks of at most ``largest``."""
-    total, largest = int(total), max(int(largest), 1)  # DeepSpeed's examples pass 2851e6
+def _count(name: str, value: float) -> int:
+    """Return a number of parameters, which may be a float: DeepSpeed's examples pass 2851e6."""
+    if not isinstance(value, Real) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is {value!r}; write a number of parameters, such as 7e9")
+    return int(value)
+
+
+def _model_of(total_params: float, largest_layer_params: float) -> nn.Module:
+    """Return a model in blocks of at most ``largest_layer_params``."""
+    total = _count("total_params", total_params)
+    largest = _count("largest_layer_params", largest_layer_params)
+    if total > largest * MOST_LAYERS:
+        raise ConfigError(
+            f"largest_layer_params is {largest_layer_params!r} of {total:,} parameters: more than "
+            f"{MOST_LAYERS:,} layers; write the number of parameters of the largest layer"
+        )
+    largest = max(largest, 1)
     sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
     model = nn.Module()
     model.blocks = nn.ModuleList()
@@ -70,7 +89,7 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
     """Return the bytes of host memory on each machine, and of each device, at stage 2."""
-    model = _model_of(total_params, total_params // 32)
+    model = _model_of(total_params, max(_count("total_params", total_params) // 32, 1))
     host, device = _needs(model, 2, num_gpus_per_node, num_nodes, cpu_offload, False)
     whole = int(4 * total_params) * num_gpus_per_node
     host = max(host, whole)  # before the model is sharded
@@ -150,10 +169,10 @@ def _device_name(offloaded: bool) -> str:
 def _heading(stage: int, total: float, per_node: int, nodes: int) -> None:
     print(
         f"Estimated memory of parameters, gradients and optimizer state at stage {stage}: "
-        f"{total / 1e6:.0f}M parameters, {nodes} x {per_node} ranks\n"
-        "   machine | device | options"
+        f"{_count('total_params', total) / 1e6:.0f}M parameters, {nodes} x {per_node} ranks\n"
+        "    machine |     device | options"
     )
 
 
 def _line(host: int, device: int, options: str) -> None:
-    print(f" {host / GIB:7.2f}GB | {device / GIB:6.2f}GB | {options}")
+    print(f" {host / GIB:7.2f} GiB | {device / GIB:6.2f} GiB | {options}")

@@ -15,12 +15,17 @@ from hf_zero.zero.layout.sharding import sharding_of
 
 
 def tp_model_init(
-    model: nn.Module, tp_size: int, dtype: object = None, config: object = None, **kwargs: object
+    model: nn.Module,
+    tp_size: int,
+    dtype: object = None,
+    config: object = None,
+    tp_group: object = None,
 ) -> nn.Module:
     """Run :func:`hf_zero.tensor_parallel`. ``dtype`` and ``config`` are ignored: ``initialize``
-    gets those of the training; ``kwargs`` may name a group made by the caller, but hf-zero makes
-    its own.
+    gets those of the training. Raises NotBuiltError for a group of the caller's.
     """
+    if tp_group is not None:
+        refuse("tp_model_init(tp_group=...)", "leave it out: hf-zero makes the groups of tp_size")
     return tensor_parallel(model, tp_size)
 
 
@@ -37,14 +42,11 @@ class GatherReplacedLayerParams:
     def __init__(
         self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True
     ) -> None:
-        parameters = [params] if isinstance(params, torch.Tensor) else list(params)
-        self.enabled = enabled and any(
-            "tensor" in sharding_of(parameter).axes for parameter in parameters
-        )
-        self.module = module
+        parameters = [params] if isinstance(params, torch.Tensor) else params
+        self._split = enabled and any("tensor" in sharding_of(p).axes for p in parameters)
 
     def __enter__(self) -> None:
-        if self.enabled:
+        if self._split:
             refuse("GatherReplacedLayerParams", "take them from model.state_dict(), on all ranks")
 
     def __exit__(self, *exc: object) -> None:

@@ -148,10 +148,27 @@ def test_another_release_for_a_library_that_accepts_no_other(
     )
     monkeypatch.setenv("HF_ZERO_DEEPSPEED_VERSION", "0.18.8")
     assert completed(command, check=True).stdout == "0.18.8 0.18.8 18\n"
-    for wrong in ("0.18", "newest"):
-        monkeypatch.setenv("HF_ZERO_DEEPSPEED_VERSION", wrong)
-        said = completed(command).stderr
-        assert f"HF_ZERO_DEEPSPEED_VERSION is '{wrong}'; write a release of DeepSpeed" in said
+    monkeypatch.setenv("HF_ZERO_DEEPSPEED_VERSION", "0.18")
+    said = completed(command).stderr
+    assert "HF_ZERO_DEEPSPEED_VERSION is '0.18'; write a release of DeepSpeed" in said
+
+
+def test_what_is_no_release_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = facade.FacadeFinder()
+    for release in ("0.18.2", "0.18.2+mine.3", "0.18.2.post1"):
+        monkeypatch.setattr(facade, "VERSION", release)
+        assert finder.find_spec("deepspeed") is not None
+    for wrong in (
+        "newest",
+        "0.x.18.2",
+        "deepspeed.0.18.2",
+        "0.18.2-junk.3",
+        "0.18.2.junk",
+        "0.18.2+",
+    ):
+        monkeypatch.setattr(facade, "VERSION", wrong)
+        with pytest.raises(ConfigError, match=f"is '{re.escape(wrong)}'; write a release"):
+            finder.find_spec("deepspeed")
 
 
 LATER = "\n".join(["pass"] * 6)

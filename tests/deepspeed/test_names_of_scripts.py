@@ -169,6 +169,12 @@ def test_names_that_deepspeed_chat_and_others_import(tmp_path: Path) -> None:
     cut = GatherReplacedLayerParams(layer.weight, layer)
     with pytest.raises(NotBuiltError, match="state_dict"), cut:
         pass
+    with GatherReplacedLayerParams(None, layer, enabled=False):
+        pass
+    with pytest.raises(NotBuiltError, match=r"tp_model_init\(tp_group=...\).* leave it out"):
+        deepspeed.tp_model_init(model, 1, tp_group=object())
+    with pytest.raises(TypeError, match="tp_size_"):
+        deepspeed.tp_model_init(model, 1, tp_size_=2)
     assert deepspeed.checkpointing.get_cuda_rng_tracker() is _CUDA_RNG_STATE_TRACKER
     assert (CROSS_RANK, DLTS_HOSTFILE) == ("CROSS_RANK", "/job/hostfile") and "UCX" in EXPORT_ENVS
 

@@ -210,6 +210,20 @@ def test_estimates_are_those_of_hf_zero(capsys: pytest.CaptureFixture[str]) -> N
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "offload_param=cpu, offload_optimizer=cpu" in line]) == 2
     assert len([line for line in lines if line.endswith("| offload_optimizer=none")]) == 1
+    assert f"{offloaded[0] / 2**30:.2f} GiB |" in lines[2]
+
+
+def test_sizes_that_describe_no_model_are_refused() -> None:
+    stage3, stage2 = deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2
+    cold = stage2.estimate_zero2_model_states_mem_needs_all_cold
+    for wrong in ("7B", None, float("nan"), float("inf"), -5):
+        with pytest.raises(ConfigError, match=r"total_params is .*write a number of parameters"):
+            cold(wrong)
+        with pytest.raises(ConfigError, match=r"largest_layer_params is .*write a number"):
+            stage3.estimate_zero3_model_states_mem_needs(7e9, wrong)
+    for small in (0, 0.5, 32):
+        with pytest.raises(ConfigError, match=f"largest_layer_params is {small} of 7,000,000,000"):
+            stage3.estimate_zero3_model_states_mem_needs(7e9, small)
 
 
 def test_clipping_of_parameters_that_no_engine_owns() -> None:
