@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from hf_zero.checkpoint.background_saves import after_commit
 from hf_zero.checkpoint.failures import decide_on_rank_0
@@ -34,12 +36,15 @@ from hf_zero.integrations.checkpoint_folders import (
     on_disk_or_damage,
     warn_lost_random_states,
 )
+from hf_zero.integrations.engine_protocol import is_engine
 from hf_zero.integrations.save_redirection import load_folder, save_folder
 from hf_zero.integrations.seams import Original, replaced
 from hf_zero.logging import counted, log_rank0, logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+P = ParamSpec("P")
 
 PREFIX = "checkpoint_"
 
@@ -58,6 +63,27 @@ def _states(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir) / "checkpoints"
 
 
+def _with_models_apart(
+    wrapper: Callable[Concatenate[Original, Accelerator, P], object],
+) -> Callable[Concatenate[Original, Accelerator, P], object]:
+    """Have a state hold models without an engine, as of ``prepare_model(model,
+    evaluation_mode=True)``, as objects that are registered for checkpointing.
+    """
+
+    @wraps(wrapper)
+    def wrapped(original: Original, self: Accelerator, *args: P.args, **kwargs: P.kwargs) -> object:
+        models = self._models if _under_zero(self) else []
+        apart = [model for model in models if not is_engine(model)]
+        if not apart:
+            return wrapper(original, self, *args, **kwargs)
+        engines, objects = [m for m in models if is_engine(m)], [*self._custom_objects, *apart]
+        with replaced(self, _models=engines, _custom_objects=objects):
+            return wrapper(original, self, *args, **kwargs)
+
+    return wrapped
+
+
+@_with_models_apart
 def keep_until_saved(
     original: Original,
     self: Accelerator,
@@ -147,6 +173,7 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
 
 
+@_with_models_apart
 def resume_from_complete(
     original: Original,
     self: Accelerator,

@@ -127,16 +127,26 @@ def refuse_optimizer_apart(
     return original(self, optimizer, device_placement)
 
 
-def refuse_unprepared_model(
+def refuse_backwards(
     original: Original, self: Accelerator, loss: torch.Tensor, **kwargs: object
 ) -> object:
-    """Wraps ``Accelerator.backward``: raises PartitionError under ZeRO if no model was prepared."""
-    wrapped = getattr(self, "deepspeed_engine_wrapped", None)
-    if wrapped is None and self.distributed_type == "DEEPSPEED" and finder.chosen():
+    """Wraps ``Accelerator.backward``: raises PartitionError under ZeRO if no model was prepared,
+    and for keywords of ``loss.backward`` that engines do not take.
+    """
+    if not finder.chosen() or self.distributed_type != "DEEPSPEED":
+        return original(self, loss, **kwargs)
+    asked = {key: value for key, value in kwargs.items() if value is not None}
+    if others := sorted(asked.keys() - {"retain_graph", "scale_wrt_gas"}):
+        raise PartitionError(
+            f"accelerator.backward(loss, {others[0]}=...) under ZeRO: a backward reaches all "
+            "parameters that train, and takes no keyword but retain_graph. In place of inputs "
+            "freeze the other parameters, by requires_grad_(False) before the forward of this step"
+        )
+    if getattr(self, "deepspeed_engine_wrapped", None) is None:
         raise PartitionError(
             "accelerator.backward(loss) under ZeRO, and this Accelerator has prepared no model: no "
             "engine has computed this loss; prepare before the loop, "
             "model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and train "
             "the model that it returns"
         )
-    return original(self, loss, **kwargs)
+    return original(self, loss, **asked)

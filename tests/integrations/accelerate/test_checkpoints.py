@@ -343,3 +343,32 @@ def test_torn_states_are_not_counted_and_passed_over(saved: Saved, heard: list[s
     assert names(folder) == [f"checkpoint_{number}" for number in (2, 3, 4, 5)]
     said = "checkpoint_2 is damaged and is neither counted nor removed"
     assert any(said in text for text in heard)
+
+
+@in_turn("first", [True, False])
+def test_a_model_that_is_prepared_for_evaluation_is_saved_too(first: bool, tmp_path: Path) -> None:
+    """Beside the engine and the script's own objects, in either order, and read back."""
+    forget()
+    accelerator = accelerator_with({"zero_optimization": {"stage": 2}})
+    teacher, counter = torch.nn.BatchNorm1d(3), Counter()
+    accelerator.register_for_checkpointing(counter)
+    if first:
+        accelerator.prepare_model(teacher, evaluation_mode=True)
+    engine, *_ = prepared(accelerator)
+    if not first:
+        accelerator.prepare_model(teacher, evaluation_mode=True)
+    models = list(accelerator._models)
+    counter.value, weight = 3, engine.module.classifier.weight
+    kept = weight.detach().clone()
+    accelerator.save_state(str(tmp_path))
+    with torch.no_grad():
+        weight.zero_()
+        teacher.weight.zero_()
+        teacher.running_mean.add_(1.0)  # type: ignore[union-attr, operator]
+    counter.value = 0
+    accelerator.load_state(str(tmp_path))
+    assert accelerator._models == models and counter.value == 3
+    assert torch.equal(weight, kept)
+    assert torch.equal(teacher.weight, torch.ones(3))
+    assert torch.equal(teacher.running_mean, torch.zeros(3))  # type: ignore[arg-type]
+    accelerator.free_memory()

@@ -411,6 +411,35 @@ def test_a_loss_of_a_model_that_was_not_prepared_is_refused() -> None:
     optimizer.step()
 
 
+def test_keywords_of_a_backward() -> None:
+    """Only what engines take is passed on; freezing, the remedy that is named, works."""
+    ours = accelerator()
+    engine, optimizer = prepared(ours)
+    first, *others = engine.module.parameters()
+    before = [p.detach().clone() for p in others]
+    for keywords in (
+        {"inputs": [first]},
+        {"create_graph": True},
+        {"inputs": None, "gradient": None},
+    ):
+        (name, value), *_ = keywords.items()
+        loss = engine(torch.ones(2, 7)).square().mean()
+        expected = (
+            nullcontext()
+            if value is None
+            else pytest.raises(PartitionError, match=f"{name}=.*requires_grad_")
+        )
+        with expected:
+            ours.backward(loss, **keywords)
+    optimizer.zero_grad()
+    for p in others:
+        p.requires_grad_(False)
+    ours.backward(engine(torch.ones(2, 7)).square().mean())
+    optimizer.step()
+    assert all(torch.equal(p, value) for p, value in zip(others, before))
+    assert engine.global_steps == 1
+
+
 @in_turn("order", ["loader first", "together", "loader last", "no loader"])
 def test_batches_of_a_prepared_loader_are_not_compared(
     order: str, monkeypatch: pytest.MonkeyPatch
