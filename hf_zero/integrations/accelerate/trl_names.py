@@ -7,6 +7,7 @@ exist, without hooks to remove.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -27,13 +28,21 @@ class ParameterCoordinator:
 
 
 class ParameterOffload:
-    """The object at ``engine.optimizer.parameter_offload``."""
+    """What TRL reads of DeepSpeed's hooks: the module that has them, and the hooks to remove, none.
+
+    It stays on the script's optimizer, so it does not keep the module alive.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.forward_hooks: list[object] = []
         self.backward_hooks: list[object] = []
         self.param_coordinator = ParameterCoordinator()
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module of the engine, while it lives."""
+        return self._module()
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """No-op: the hooks were never removed."""
@@ -47,6 +56,6 @@ def no_external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def add_trl_names(engine: EngineProtocol) -> None:
-    """Add the names to ``engine``."""
+    """Set the names on the optimizer and on the module of ``engine``, where TRL reads them."""
     engine.optimizer.parameter_offload = ParameterOffload(engine.module)
     vars(engine.module)["ds_external_parameters"] = no_external_parameters

@@ -4,7 +4,9 @@ that Accelerate refuses under DeepSpeed, or takes in silence; in one process.
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -83,6 +85,21 @@ def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPat
     assert state.distributed_type != DistributedType.DEEPSPEED
     assert is_sharded(Accelerator(deepspeed_plugin=plugin()))
     assert state.backend == "gloo" and state.distributed_type == DistributedType.DEEPSPEED
+
+
+def test_the_optimizer_keeps_no_module_alive_for_trl() -> None:
+    forget()
+    stage1 = {**ZERO3, "zero_optimization": {"stage": 1}}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=stage1))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = accelerator.prepare(model, optimizer)[0]
+    assert optimizer.parameter_offload.module is model
+    engine.destroy()
+    alive = weakref.ref(model)
+    del model, engine, accelerator
+    gc.collect()
+    assert alive() is None and optimizer.parameter_offload.module is None
 
 
 @in_turn("how", ["argument", "variable", "beside GPUs"])
