@@ -19,6 +19,7 @@ from hf_zero.checkpoint.convert.targets import torch_save
 from hf_zero.checkpoint.failures import collective_try
 from hf_zero.checkpoint.model_entries import export_of, model_order
 from hf_zero.checkpoint.tensorfile import bytes_view
+from hf_zero.errors import CheckpointError
 from hf_zero.zero.access.consolidate import gather_state_dict
 from hf_zero.zero.layout.whole_names import WholeNames
 
@@ -40,8 +41,11 @@ def save_whole(
     which rank 0 holds the whole model in memory.
 
     Raises:
-        CheckpointError: on all ranks, if rank 0 could not write. An existing file is then kept.
+        CheckpointError: for a ``filename`` that is no name; on all ranks, if rank 0 could not
+            write. An existing file is then kept.
     """
+    if not isinstance(filename, (str, os.PathLike)) or not os.fspath(filename):
+        raise CheckpointError(f"{filename!r} is no name of a file; pass one, as model.safetensors")
     engine.refuse_destroyed("save")
     engine.changes.refuse("a save")
     path = storage.local_path(directory, "one file of the whole model") / filename
@@ -50,11 +54,11 @@ def save_whole(
     elsewhere = save_plan.buffers_of_other_stages(
         engine, WholeNames(engine.module), exclude_frozen_parameters
     )
-    write = _write_tensors if path.suffix == ".safetensors" else _write_state_dict
+    write = _write_tensors if path.name.endswith(".safetensors") else _write_state_dict
 
     def discard() -> None:
         if engine.global_rank == 0:
-            with suppress(OSError):  # there may be no folder
+            with suppress(OSError, ValueError):  # there may be no folder, or a NUL in the name
                 temporary.unlink()
 
     def publish() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import failures, file_writer, save_job, save_sharded, storage
@@ -222,6 +223,20 @@ def test_a_whole_file_that_is_not_published_leaves_nothing(tmp_path, name, monke
         engine.save_16bit_model(tmp_path / "other", name)
     assert list((tmp_path / "other").iterdir()) == []
     engine.destroy()
+
+
+def test_names_of_a_whole_file(tmp_path):
+    def saves(engine: Engine) -> None:
+        for name in (None, 5, ""):
+            with pytest.raises(CheckpointError, match=f"{name!r} is no name of a file; pass one"):
+                engine.save_16bit_model(tmp_path, name)
+        with pytest.raises(CheckpointError, match="null byte"):
+            engine.save_16bit_model(tmp_path, "a\0.bin")
+        assert list(tmp_path.iterdir()) == []
+        engine.save_16bit_model(tmp_path, ".safetensors")
+
+    run(Job(1, 1), small, saves)
+    assert load_file(tmp_path / ".safetensors")
 
 
 def test_folders_that_are_no_paths_are_refused_before_anything_is_written(tmp_path, monkeypatch):
