@@ -277,6 +277,7 @@ class EngineParts(ModelWrapper):
             "features": self.feature_set.state_dict(),
             "step": self.optimizer_step.kept(),
             "stop_requests": self.stop_requests,
+            "forwards": self.pass_runner.module_hooks.forward_count,
         }
         # its handlers stay, so that no signal is lost
         self.stop_requests = type(self.stop_requests)(self.mesh, self.schedule.shards)
@@ -288,6 +289,7 @@ class EngineParts(ModelWrapper):
         self.scaler.load_state_dict(before["scaler"])
         self.feature_set.load_state_dict(before["features"])
         self.optimizer_step.restore(before["step"])
+        self.pass_runner.module_hooks.forward_count = before["forwards"]
         self.stop_requests = before["stop_requests"]
         self.stop_requests.move(self.mesh, self.schedule.shards)
         self.set_scale_on_optimizer()

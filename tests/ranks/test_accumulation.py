@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_zero.errors import PartitionError, UnmanagedWindowError
+from hf_zero.zero.rebuild import rebuild
 from hf_zero.zero.reduce import reductions
 from hf_zero.zero.reduce.reductions import collect_gradients
 from tests.helpers import oracle
@@ -186,15 +187,22 @@ def test_a_second_step_counts_nothing(kind, stage, size, heard):
     assert len(told) == 1 and "engine.backward(0.0 * outputs.sum())" in told[0]
 
 
-@in_turn("stage, counts", [(0, True), (1, True), (2, False), (3, False)])
-def test_a_micro_batch_without_a_loss(stage, counts):
+@in_turn(
+    "stage, counts, rebuilt",
+    [(0, True, True), (1, True, False), (2, False, True), (3, False, False)],
+)
+def test_a_micro_batch_without_a_loss(stage, counts, rebuilt):
     """It may have one on another rank where backwards inside a window send nothing; elsewhere no
-    rank can have had one, and it counts nothing.
+    rank can have had one, and it counts nothing. ``rebuilt``: after a change of what trains, by as
+    many forwards as there were before.
     """
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
         run_steps(engine, rank, [0], 2)
+        if rebuilt:
+            rebuild(engine, "a change", lambda: None)
+            squared(engine, At(1, 1, rank))
         loss = squared(engine, At(1, 0, rank))
         if counts and rank == 0:
             engine.backward(loss)
