@@ -258,11 +258,16 @@ class Engine(SavedEngine):
             in_background = self.config.checkpoint.async_save if blocking is None else not blocking
             saver = self.background_saves.get_saver() if in_background else None
             save(
-                self, save_dir, tag, client_state,
-                exclude_frozen_parameters=exclude_frozen_parameters, save_latest=save_latest,
-                keep=keep, saver=saver,
+                self,
+                save_dir,
+                tag,
+                client_state,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+                save_latest=save_latest,
+                keep=keep,
+                saver=saver,
                 ready_file=None if saver is None else self.generations.ready_file(self, saver),
-            )  # fmt: skip
+            )
             # after the save: client state that it refuses, generations in memory would refuse, too
             if self.generations.exist:
                 noted = isinstance(client_state, Mapping) and self.global_rank == 0
@@ -324,12 +329,18 @@ class Engine(SavedEngine):
             self.measures.finish(self)
             with self.schedule.shards.writing():
                 answer = load(
-                    self, load_dir, tag, load_module_strict=load_module_strict,
+                    self,
+                    load_dir,
+                    tag,
+                    load_module_strict=load_module_strict,
                     load_optimizer_states=load_optimizer_states,
                     load_lr_scheduler_states=load_lr_scheduler_states,
-                    load_module_only=load_module_only, verify=verify, load_rng=load_rng,
-                    load_loader=load_loader, in_memory=in_memory,
-                )  # fmt: skip
+                    load_module_only=load_module_only,
+                    verify=verify,
+                    load_rng=load_rng,
+                    load_loader=load_loader,
+                    in_memory=in_memory,
+                )
         if run == answer[0]:  # a checkpoint itself, without its run's folder
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)

@@ -139,10 +139,8 @@ class Activations:
         """
         self._model = weakref.ref(model)
         self._units = units
-        self._always, self._with_checkpoints = (
-            config.section_of(ActivationOffload).enabled,
-            config.section_of(ActivationCheckpointing).cpu_checkpointing,
-        )
+        self._always = config.section_of(ActivationOffload).enabled
+        self._with_checkpoints = config.section_of(ActivationCheckpointing).cpu_checkpointing
         self._tells = tells
         self._removable: list[RemovableHandle] = []
         self.checkpoints = Checkpoints(

@@ -44,10 +44,8 @@ def refuse_backend(
     elif by_mode is not None:
         is_asked, why = by_mode, f"mode={mode!r}"
     else:
-        is_asked, why = (
-            config.triton.cudagraphs,
-            "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)",
-        )
+        is_asked = config.triton.cudagraphs
+        why = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
     if is_asked:
         raise _refusal(why)
 

@@ -9,12 +9,7 @@ from functools import cached_property
 
 import torch
 
-from hf_zero.checkpoint.tensorfile import (
-    DEFAULT_HASH,
-    METADATA_KEY,
-    BlockHashes,
-    hash_of,
-)
+from hf_zero.checkpoint.tensorfile import DEFAULT_HASH, METADATA_KEY, BlockHashes, hash_of
 from hf_zero.logging import JsonObject
 from hf_zero.offload.storage import MASTER
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot

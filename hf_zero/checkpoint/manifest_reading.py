@@ -31,10 +31,7 @@ from hf_zero.checkpoint.manifest import (
     is_tensor_name,
 )
 from hf_zero.checkpoint.storage import AnyPath, store_errors
-from hf_zero.checkpoint.tensorfile import (
-    BlockHashes,
-    algorithm_of,
-)
+from hf_zero.checkpoint.tensorfile import BlockHashes, algorithm_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import JsonObject, parse_json
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot

@@ -79,10 +79,7 @@ def save_whole(
 
 
 def _write_state_dict(
-    engine: TrainingEngine,
-    path: Path,
-    elsewhere: Mapping[str, torch.Tensor],
-    exclude_frozen: bool,
+    engine: TrainingEngine, path: Path, elsewhere: Mapping[str, torch.Tensor], exclude_frozen: bool
 ) -> Exception | None:
     """Write the state dict, with the buffers ``elsewhere`` that rank 0 lacks, to ``path`` on rank
     0, and return the error of that. Collective.
@@ -102,10 +99,7 @@ def _write_state_dict(
 
 
 def _write_tensors(
-    engine: TrainingEngine,
-    path: Path,
-    elsewhere: Mapping[str, torch.Tensor],
-    exclude_frozen: bool,
+    engine: TrainingEngine, path: Path, elsewhere: Mapping[str, torch.Tensor], exclude_frozen: bool
 ) -> Exception | None:
     """Write a safetensors file, with the buffers ``elsewhere`` that rank 0 lacks, to ``path`` on
     rank 0 while every rank takes part in the gathers; return the first error of that. Collective.

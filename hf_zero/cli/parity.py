@@ -59,8 +59,7 @@ class Compared:
     layers: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Make and load only this many blocks of models of Transformers in all runs.",
+            min=1, help="Make and load only this many blocks of models of Transformers in all runs."
         ),
     ] = None
     resume_at: Annotated[

@@ -13,12 +13,7 @@ from hf_zero.distributed.collectives import Codec
 from hf_zero.errors import KernelError
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
-from hf_zero.zero.layout.parameter_codec import (
-    FlatUse,
-    MessageCodecs,
-    ParameterCodec,
-    ParameterUse,
-)
+from hf_zero.zero.layout.parameter_codec import FlatUse, MessageCodecs, ParameterCodec, ParameterUse
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Default block size by bits. Adam divides by the usual magnitude of a gradient element: 4 bits lose

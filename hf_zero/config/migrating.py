@@ -491,11 +491,7 @@ class _Accelerate:
 
 
 def _judge(
-    mapping: Mapping[str, object],
-    written: str,
-    value: object,
-    findings: Findings,
-    source: str,
+    mapping: Mapping[str, object], written: str, value: object, findings: Findings, source: str
 ) -> bool:
     """Add the finding of one of Accelerate's keys; return whether it is taken."""
     name = written.rpartition(".")[2]

@@ -196,12 +196,7 @@ class Starting:
     """
 
     def __init__(
-        self,
-        watchdog: Verdicts,
-        pending: PendingCollective,
-        operation: str,
-        key: str,
-        nbytes: int,
+        self, watchdog: Verdicts, pending: PendingCollective, operation: str, key: str, nbytes: int
     ):
         if watchdog.verdict:
             watchdog.check()

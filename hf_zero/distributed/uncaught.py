@@ -124,14 +124,8 @@ def _line_of_the_script(trace: TracebackType | None) -> str:
     line = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        inside = (
-            "site-packages" in file
-            or file.startswith("<")
-            or Path(file).parent == COMMANDS
-            or Path(file).resolve().is_relative_to(PACKAGE)
-            or Path(file).resolve().is_relative_to(STDLIB)
-        )
-        if not inside:
+        inside = "site-packages" in file or file.startswith("<") or Path(file).parent == COMMANDS
+        if not inside and not any(map(Path(file).resolve().is_relative_to, (PACKAGE, STDLIB))):
             line = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line

@@ -145,10 +145,8 @@ class FactoredOptimizer(WholeTensorOptimizer):
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
         length = (lambda shape: sum(_sizes(shape)) + 1) if at == 0 else (lambda shape: 1)
-        every, values = (
-            [part for of in parts for part in of],
-            [value for of in prepared for value in of],
-        )
+        every = [part for of in parts for part in of]
+        values = [value for of in prepared for value in of]
         sums = iter(self.tensors.summed(every, values, length))
         return [[next(sums) for _ in of] for of in parts]
 

@@ -93,11 +93,10 @@ class BoundOptimizer:
         in_8_bits = names_in_8_bits(optimizer, parameters, slots, group_of)
         entries = SegmentStateAccess(optimizer, bf16, in_8_bits)
         device = DeviceState(entries, base)
-        fused = self._fused = step_launch()(optimizer, base, optimizer.step, kernels, device, bf16)
+        fused = self._fused = step_launch()(device, base, kernels)
         table = self._table = SegmentTable(base, device, fused, moments, flats, self.group_of)
         if isinstance(optimizer, WholeTensorOptimizer):
-            sharded_tensors = provided("sharded_tensors")
-            optimizer.tensors = sharded_tensors(
+            optimizer.tensors = provided("sharded_tensors")(
                 optimizer, flats, group_of, lambda: table.segments, self.ranks, kernels
             )
         groups = range(len(self.groups))
@@ -225,7 +224,7 @@ class BoundOptimizer:
             self._table.entries.states[segment.tensor]["step"] += 1
         # without a gradient scale on the device, unlike the other segments
         if table.offloaded_stand_ins:
-            self._own.stand_ins(table.offloaded_stand_ins)
+            self._own.step_stand_ins(table.offloaded_stand_ins)
         return written
 
     def count_only(self, names: frozenset[str]) -> None:
@@ -282,7 +281,7 @@ class BoundOptimizer:
         if self._fused.ready:
             self._fused.separate_counters()
         if self._bf16 is None:
-            step = self._own.bare if run_pre_hooks is None else None
+            step = self._own.step_without_hooks if run_pre_hooks is None else None
             self._own.update(segments, grad_scale, step, run_pre_hooks)
         else:
             self._own.update_rounded(segments, grad_scale, steps_before, run_pre_hooks)
@@ -293,5 +292,5 @@ class BoundOptimizer:
 
         ``steps_before``, the number of earlier steps, is equal on all ranks: it seeds rounding.
         """
-        used, step_sub_group = self._table.used_segments, self._own.sub_group
+        used, step_sub_group = self._table.used_segments, self._own.update_sub_group
         return self._table.offloaded.offloaded_update(used, step_sub_group, divisor, steps_before)

@@ -14,7 +14,7 @@ a shared one several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,25 +73,19 @@ class _Tables:
 
 
 class FusedStep(StepLaunch):
-    """The update of ``optimizer``, whose class updates as ``base``, on segments of one device."""
+    """The update of an optimizer, whose class updates as ``base``, on segments of one device."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        base: type | None,
-        step: Callable[..., object],
-        kernels: str | tuple[str, ...],
-        device: DeviceState,
-        bf16: object | None = None,
-    ):
-        self._optimizer = optimizer
-        self._base = base
+        self, device: DeviceState, base: type | None, kernels: str | tuple[str, ...]
+    ) -> None:
+        entries = device.entries
+        self._optimizer, self._base = entries.optimizer, base
         # the launch reads and writes state in fp32
-        self._kernel = KERNELS.get(base) if base is not None and bf16 is None else None
+        self._kernel = KERNELS.get(base) if base is not None and entries.bf16 is None else None
         self._moments = () if self._kernel is None else _MOMENTS[self._kernel.name]
         self._kernels = kernels
-        self._device, self._states = device, device.entries.states
-        self._own_step = is_own(step, optimizer)
+        self._device, self._states = device, entries.states
+        self._own_step = is_own(entries.optimizer.step, entries.optimizer)
         self.reset(None)
 
     @staticmethod
@@ -194,7 +188,7 @@ class FusedStep(StepLaunch):
         stepped: Sequence[Segment],
         grad_scale: Tensor | None,
         shards: Mapping[str, Tensor],
-        hooks: bool = True,
+        hooks: bool,
     ) -> set[str]:
         device = segments[0].tensor.device
         if len(stepped) < len(segments) and not self._counts_by_segment:
@@ -227,10 +221,8 @@ class FusedStep(StepLaunch):
         for launch in tables.launches:
             shard, grad = shards.get(launch.part.flat.key), launch.part.flat.gradient.shard
             assert grad is not None
-            master, out = (
-                _storage_of(launch.segment.tensor),
-                None if shard is None else _storage_of(shard),
-            )
+            master = _storage_of(launch.segment.tensor)
+            out = None if shard is None else _storage_of(shard)
             shared: dict[str, Any] = {"divisor": divisor, "out": out}
             slices = self._slices[launch.segment]
             moments = [_storage_of(slices[name]) for name in self._moments]

@@ -52,16 +52,14 @@ class MemberWrites:
         """Raise PartitionError if any are :attr:`pending`."""
         if not self.pending:
             return
-        where, remedy = (
-            "between steps",
-            (
+        where = "in this hook"
+        remedy = "register what reads the weights as another hook, after this one"
+        if not self._phase.in_hook:
+            where = "between steps"
+            remedy = (
                 "load a checkpoint, and write to the parameters of the model, or in a hook after "
                 "the step (optimizer.register_step_post_hook)"
-            ),
-        )
-        if self._phase.in_hook:
-            where = "in this hook"
-            remedy = "register what reads the weights as another hook, after this one"
+            )
         raise PartitionError(
             f"the members of optimizer.param_groups of {self._name} were written to {where}; they "
             "are this rank's parts of the master weights, and other ranks and copies of the "

@@ -1,5 +1,5 @@
-"""Steps of the user's optimizer itself over segments, with torch's fused kernels where a group runs
-them, and workarounds for errors of these kernels.
+"""Steps of the user's optimizer over segments by its own code, with torch's fused kernels where a
+group runs them, and workarounds for errors of these kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_zero.optim.segment_entries import without_none
 from hf_zero.optim.segments import ParamState, Segment, StateArrays, step_dtype
 
 # Classes whose fused step reads ``optimizer.grad_scale``, with its op.
-_OPS: dict[type, str] = {
+_OPS: dict[type | None, str] = {
     Adam: "aten::_fused_adam_",
     torch.optim.Adam: "aten::_fused_adam_",
     torch.optim.AdamW: "aten::_fused_adamw_",
@@ -43,13 +43,8 @@ def choose_fused(base: type | None, group: dict[str, Any], tensors: Iterable[Ten
     """Switch ``fused`` on in a group of an optimizer of class ``base`` that leaves it open, if
     there is a kernel for its ``tensors``.
     """
-    op = _OPS.get(base) if base is not None else None
-    if (
-        op is None
-        or group["fused"] is not None
-        or group["foreach"] is not None
-        or group["differentiable"]
-    ):
+    op = _OPS.get(base)
+    if op is None or group["differentiable"] or {group["fused"], group["foreach"]} != {None}:
         return
     stored = {(tensor.dtype, tensor.device.type) for tensor in tensors}
     stepped = {(step_dtype(dtype), device) for dtype, device in stored}
@@ -155,7 +150,7 @@ class OwnStep:
         """
         assert self._bf16 is not None
         bf16, optimizer = self._bf16, self._optimizer
-        batches, step = bf16.batches(segments), self.bare
+        batches, step = bf16.batches(segments), self.step_without_hooks
         reads_all = not is_own(self.step, optimizer) or optimizer._optimizer_step_pre_hooks
         # a step of the user's, and hooks that read gradients, need all segments at once
         hooks = run_pre_hooks is not None
@@ -169,7 +164,7 @@ class OwnStep:
                     run_pre = run_pre_hooks and partial(run_hooks, run_pre_hooks)
                     self.update(batch, grad_scale, step, run_pre)
 
-        if hooks and step == self.bare:
+        if hooks and step == self.step_without_hooks:
             torch.optim.Optimizer.profile_hook_step(run)(optimizer)
         else:
             run(optimizer)
@@ -192,16 +187,14 @@ class OwnStep:
         for index in unfused:
             groups[index]["fused"] = False
         try:
-            in_kernel = grad_scale is not None and self._takes_scale()
-            if not self._optimizer._optimizer_step_pre_hooks:
-                run_pre_hooks = None
-            elif grad_scale is not None:
-                in_kernel = False  # the hooks read and write gradients that have been divided
+            hooked = bool(self._optimizer._optimizer_step_pre_hooks)
             is_first = not all(map(_has_begun, segments))
             created_by_step = self._device.create_for_first_step(segments) if is_first else []
             gradients = [*map(Segment.gradient, segments)]
-            step = step or self.step
-            self._over(segments, gradients, grad_scale, in_kernel, step, run_pre_hooks)
+            if grad_scale is not None:
+                grad_scale = self._divide(gradients, grad_scale, hooked)
+            hooks = run_pre_hooks if hooked else None
+            self._run_step(step or self.step, segments, gradients, grad_scale, hooks)
             if created_by_step:
                 self._move_created(created_by_step)
         finally:
@@ -213,7 +206,7 @@ class OwnStep:
         current = [piece for segment in begun for piece in segment.region.within(segment)]
         self._device.move_into_arrays(current, created_by_step=True)
 
-    def stand_ins(self, segments: Sequence[Segment]) -> None:
+    def step_stand_ins(self, segments: Sequence[Segment]) -> None:
         """Step ``segments``, which own nothing, with zero gradients."""
         self._device.create_for_first_step(segments)
         widened: AbstractContextManager[object] = nullcontext()
@@ -221,9 +214,9 @@ class OwnStep:
             widened = self._bf16.widened(segments, self._states, 0)
         with widened:
             zeros = [torch.zeros_like(segment.tensor) for segment in segments]
-            self._over(segments, zeros, None, self._takes_scale(), self.bare)
+            self._run_step(self.step_without_hooks, segments, zeros)
 
-    def sub_group(
+    def update_sub_group(
         self,
         segment: Segment,
         arrays: StateArrays,
@@ -231,7 +224,9 @@ class OwnStep:
         divisor: float,
         is_first_step: bool,
     ) -> None:
-        """Make one update of ``segment`` by the optimizer itself, over ``arrays``."""
+        """Make one update of ``segment``, a sub-group of offloaded state, whose master weights and
+        moments are in ``arrays``, from ``grad`` divided by ``divisor``.
+        """
         entries: ParamState = self._states[segment.tensor]
         placeholder = segment.tensor.data
         placeholders = {name: entries[name] for name in arrays if name in entries}
@@ -240,9 +235,11 @@ class OwnStep:
             entries.clear()
         else:
             entries.update({name: arrays[name] for name in placeholders})
-        gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
-        scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
-        self._over([segment], [gradient], scale, self._takes_scale(), self.bare)
+        gradients = [grad.to(segment.tensor.dtype)]
+        scale = None
+        if divisor != 1.0:
+            scale = self._divide(gradients, torch.tensor(divisor, dtype=torch.float32))
+        self._run_step(self.step_without_hooks, [segment], gradients, scale)
         for name, entry in placeholders.items():
             new = entries.get(name)
             if new is not None and new.data_ptr() != arrays[name].data_ptr():
@@ -250,29 +247,40 @@ class OwnStep:
             entries[name] = entry
         segment.tensor.data = placeholder
 
-    def _over(
+    def _divide(
+        self, gradients: list[Tensor], grad_scale: Tensor, hooked: bool = False
+    ) -> Tensor | None:
+        """Divide ``gradients`` by ``grad_scale``, and return None; or return the scale for the
+        fused kernels, if all groups run these and no hook (``hooked``) reads the gradients before.
+        """
+        # one group without a fused kernel, even one without parameters, and torch refuses the scale
+        fused = self._base in _OPS and all(g.get("fused") for g in self._optimizer.param_groups)
+        if fused and not hooked:
+            return grad_scale
+        if gradients:
+            first = gradients[0]
+            torch._foreach_div_(gradients, grad_scale.to(dtype=first.dtype, device=first.device))
+        return None
+
+    def _run_step(
         self,
+        step: Callable[[], object],
         segments: Sequence[Segment],
         gradients: list[Tensor],
-        grad_scale: Tensor | None,
-        in_kernel: bool,
-        step: Callable[[], object],
+        kernel_scale: Tensor | None = None,
         run_pre_hooks: Callable[[], None] | None = None,
     ) -> None:
-        """Run ``step`` with ``gradients`` of ``segments``. The groups have these as their members
-        meanwhile, and ``optimizer.state`` is by segment.
+        """Run ``step`` with ``gradients`` of ``segments``, which its fused kernels divide by
+        ``kernel_scale``. The groups have the segments as their members meanwhile, and
+        ``optimizer.state`` is by segment.
         """
         optimizer: Any = self._optimizer
-        if grad_scale is not None and not in_kernel and gradients:
-            torch._foreach_div_(
-                gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device)
-            )
         members, shown = list[Any](), optimizer.state
         stepped, grads = [*segments], gradients
         self._phase.in_step = True
         try:
-            if in_kernel and grad_scale is not None:
-                optimizer.grad_scale = grad_scale.detach().to(torch.float32).reshape(())
+            if kernel_scale is not None:
+                optimizer.grad_scale = kernel_scale.detach().to(torch.float32).reshape(())
             if run_pre_hooks is not None:
                 stepped, grads = self._run_hooks(run_pre_hooks, segments, gradients)
             groups = optimizer.param_groups  # a hook that loads a state dict has replaced them
@@ -292,19 +300,12 @@ class OwnStep:
             for group, params in zip(optimizer.param_groups, members):
                 group["params"] = params
             self._phase.in_step = False
-            if in_kernel:
+            if kernel_scale is not None:
                 vars(optimizer).pop("grad_scale", None)
 
-    def bare(self) -> None:
+    def step_without_hooks(self) -> None:
         """Run the class's own step without hooks, which run once for the whole step."""
         bare_step(self._optimizer)
-
-    def _takes_scale(self) -> bool:
-        """Return whether every group runs a fused kernel that takes the scale itself. Without one
-        torch refuses it, also in a group that has no parameters.
-        """
-        groups = self._optimizer.param_groups
-        return self._base in _OPS and all(group.get("fused") for group in groups)
 
     def _groups_to_unfuse(self, segments: Sequence[Segment]) -> list[int]:
         """Return the indices of groups that must run unfused because some of their tensors make

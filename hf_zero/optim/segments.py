@@ -146,24 +146,18 @@ class Segment:
         A flat buffer without a gradient counts as zero; unused parameters are in segments that are
         not stepped.
         """
-        parts = self.parts
-        if not parts:
+        if not self.parts:
             return torch.zeros_like(self.tensor)
-        first = parts[0].flat.gradient.shard
-        if (
-            first is not None
-            and first.dtype == self.tensor.dtype
-            and all(
-                adjacent(a.flat.gradient.shard, b.flat.gradient.shard) for a, b in pairwise(parts)
-            )
-        ):
+        shards = [part.flat.gradient.shard for part in self.parts]
+        first = shards[0]
+        are_adjacent = all(map(adjacent, shards, shards[1:]))
+        if first is not None and first.dtype == self.tensor.dtype and are_adjacent:
             return first.detach().as_strided(
-                (self.stop - self.start,), (1,), first.storage_offset() + parts[0].start
+                (self.stop - self.start,), (1,), first.storage_offset() + self.parts[0].start
             )
         out = torch.empty_like(self.tensor)
-        for part in parts:
+        for part, grad in zip(self.parts, shards):
             target = out[part.offset : part.offset + part.stop - part.start]
-            grad = part.flat.gradient.shard
             if grad is None:
                 target.zero_()
             else:

@@ -4,7 +4,7 @@ a row of features provides kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,18 +15,16 @@ from hf_zero.optim.segments import Segment
 
 
 class StepLaunch:
-    """The launches of ``optimizer``, whose class updates as ``base``, over its segments in
-    ``device``; ``step`` is its own step, ``kernels`` are those of the configuration, ``bf16``: its
-    state is in bf16.
+    """The launches of an optimizer, whose class updates as ``base``, over its segments in
+    ``device``; ``kernels`` are those of the configuration.
     """
 
     ready = False
     """Whether a launch may take the place of the optimizer's step at all."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, base: type | None, step: Callable[..., object],
-        kernels: str | tuple[str, ...], device: DeviceState, bf16: object | None = None
-    ):  # fmt: skip
+        self, device: DeviceState, base: type | None, kernels: str | tuple[str, ...]
+    ) -> None:
         pass
 
     @staticmethod
@@ -68,9 +66,13 @@ class StepLaunch:
         return []
 
     def step(
-        self, segments: Sequence[Segment], stepped: Sequence[Segment], grad_scale: Tensor | None,
-        shards: Mapping[str, Tensor], hooks: bool = True
-    ) -> set[str]:  # fmt: skip
+        self,
+        segments: Sequence[Segment],
+        stepped: Sequence[Segment],
+        grad_scale: Tensor | None,
+        shards: Mapping[str, Tensor],
+        hooks: bool,
+    ) -> set[str]:
         """Update ``stepped``, some or all of ``segments`` that the launch :meth:`takes`, with the
         optimizer's ``hooks`` around it.
 

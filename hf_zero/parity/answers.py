@@ -5,13 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_zero.logging import JsonObject, counted
-from hf_zero.parity.causes import (
-    OF_ENGINE,
-)
-from hf_zero.parity.comparison import (
-    ComparisonResult,
-    Difference,
-)
+from hf_zero.parity.causes import OF_ENGINE
+from hf_zero.parity.comparison import ComparisonResult, Difference
 from hf_zero.parity.runs import DEEPSPEED, PLAIN, TORCH
 
 NAMES = {TORCH: "torch", PLAIN: "the framework's DDP", DEEPSPEED: "DeepSpeed"}

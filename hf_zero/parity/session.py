@@ -27,12 +27,7 @@ from hf_zero.parity.causes import (
     is_repeated,
     of_kept_settings,
 )
-from hf_zero.parity.comparison import (
-    Comparison,
-    ComparisonResult,
-    RunRecord,
-    same_inputs,
-)
+from hf_zero.parity.comparison import Comparison, ComparisonResult, RunRecord, same_inputs
 from hf_zero.parity.rank_starts import start_of
 from hf_zero.parity.real_deepspeed import refuse_missing
 from hf_zero.parity.recorder import read

@@ -249,11 +249,7 @@ def _thinned(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[
 
 
 def _curve(
-    runs: Sequence[RecordedRun],
-    figure: str,
-    title: str,
-    note: str,
-    style: CurveStyle,
+    runs: Sequence[RecordedRun], figure: str, title: str, note: str, style: CurveStyle
 ) -> Iterator[Chart]:
     """Yield the chart of one figure over steps, if a run has it. Lines have gaps where it is not
     finite.

@@ -58,9 +58,8 @@ BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # model arguments whose first di
 
 def tokens_read(section: TokenDropSection) -> Growth:
     """Return the schedule of the number of tokens that the selected blocks read."""
-    low, high, every, steps = (
-        section.min_value, section.max_value, section.seq_per_step, section.require_steps,
-    )  # fmt: skip
+    low, high = section.min_value, section.max_value
+    every, steps = section.seq_per_step, section.require_steps
     assert low is not None and high is not None and every is not None and steps is not None
     return Growth(low, high, steps, every, least=-(-low // every) * every)
 

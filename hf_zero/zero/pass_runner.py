@@ -97,11 +97,7 @@ class PassRunner:
             self.reducer, self.tracker.abort_broken_backward, self._optimizer_step.on_use
         )
         self.module_hooks = ModuleHooks(
-            model.module,
-            model.units,
-            model.schedule,
-            self.tracker,
-            self._refuse_forward,
+            model.module, model.units, model.schedule, self.tracker, self._refuse_forward
         )
         self._removable.callback(self.module_hooks.remove)
         trains = bool(model.trainable) or model.mesh.dims.pipeline > 1

@@ -160,16 +160,7 @@ def _drop_row(dy_ptr, dx_ptr, row, rows, dy_stride, dx_stride, column, width, ke
 
 @triton.jit
 def _dropout_add_backward(
-    dy_ptr,
-    seed_ptr,
-    dx_ptr,
-    rows,
-    width,
-    dy_stride,
-    dx_stride,
-    dropout,
-    scale,
-    BLOCK: tl.constexpr,
+    dy_ptr, seed_ptr, dx_ptr, rows, width, dy_stride, dx_stride, dropout, scale, BLOCK: tl.constexpr
 ):
     blocks = tl.cdiv(width, BLOCK)
     pid = tl.program_id(0)

@@ -16,13 +16,7 @@ import torch
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.file_lock import FileLock
-from hf_zero.checkpoint.storage import (
-    AnyPath,
-    fsync_path,
-    is_remote,
-    make_folder,
-    rename_durably,
-)
+from hf_zero.checkpoint.storage import AnyPath, fsync_path, is_remote, make_folder, rename_durably
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 

@@ -296,10 +296,8 @@ class DeepSpeedFolder:
                     **states(state_of(torch_state(saved), group).items(), weights.numel()),
                 }
                 for name in numels:
-                    first, last = (
-                        max(places[name], start),
-                        min(places[name] + numels[name], start + weights.numel()),
-                    )
+                    first = max(places[name], start)
+                    last = min(places[name] + numels[name], start + weights.numel())
                     if first < last:
                         cut = {key: t[first - start : last - start] for key, t in tensors.items()}
                         parts.setdefault(name, []).append(

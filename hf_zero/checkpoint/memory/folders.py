@@ -35,12 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.checkpoint.file_lock import FileLock
-from hf_zero.checkpoint.host_folders import (
-    CLAIM_SECONDS,
-    is_in_memory,
-    lock_in,
-    refuse_foreign,
-)
+from hf_zero.checkpoint.host_folders import CLAIM_SECONDS, is_in_memory, lock_in, refuse_foreign
 from hf_zero.device.host_limits import free_ram
 from hf_zero.errors import CheckpointError
 

@@ -16,10 +16,8 @@ class FusedModules(Feature):
     def __init__(self, settings: ZeroConfig):
         self._kernels, self._moves_norms = settings.kernels, settings.pre_layer_norm
         self._sparse = sparse_layout(settings.sparse_attention)
-        self._chooses, self._compiles = (
-            settings.chooses_kernels,
-            settings.section_of(CompileSection).blocks,
-        )
+        self._chooses = settings.chooses_kernels
+        self._compiles = settings.section_of(CompileSection).blocks
 
     def check_inputs(self, inputs: EngineInputs) -> None:
         """Raise ConfigError for attention that no layout describes, and norms that cannot move."""

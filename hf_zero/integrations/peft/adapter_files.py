@@ -119,10 +119,8 @@ def _with_embeddings(model: torch.nn.Module, config: PeftConfig) -> bool:
             return True
     elif any(name in targets for name in EMBEDDING_LAYER_NAMES):
         return True
-    size, base = (
-        getattr(getattr(model, "config", None), "vocab_size", None),
-        _base_configuration(config.base_model_name_or_path),
-    )
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    base = _base_configuration(config.base_model_name_or_path)
     return size is not None and base.get("vocab_size") not in (None, size)
 
 

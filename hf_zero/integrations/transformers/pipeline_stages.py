@@ -221,10 +221,8 @@ class CausalLMStages(StagedModule):
 
     def split_batch(self, batch: object) -> tuple[dict[str, torch.Tensor], object]:
         if isinstance(batch, Mapping):
-            inputs, labels = (
-                {key: batch[key] for key in batch if key != "labels"},
-                batch.get("labels"),
-            )
+            inputs = {key: batch[key] for key in batch if key != "labels"}
+            labels = batch.get("labels")
         else:
             inputs, labels = super().split_batch(batch)
             inputs = {"input_ids": inputs} if isinstance(inputs, torch.Tensor) else dict(inputs)

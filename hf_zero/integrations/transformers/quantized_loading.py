@@ -247,9 +247,8 @@ def _quantized(weight: Params4bit, source: LazyTensor) -> Params4bit:
     import bitsandbytes
 
     functional = bitsandbytes.functional
-    base, state, storage, device = (
-        source.expression, weight.quant_state, weight.quant_storage, default_device(),
-    )  # fmt: skip
+    base, device = source.expression, default_device()
+    state, storage = weight.quant_state, weight.quant_storage
 
     def encode(values: torch.Tensor) -> tuple[torch.Tensor, QuantState]:
         return functional.quantize_4bit(

@@ -13,11 +13,7 @@ from torch import nn
 
 from hf_zero.config.sections import TENSOR_SIZE
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.tensor.axis import (
-    TensorAxis,
-    copy_to,
-    split,
-)
+from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, split
 from hf_zero.parallel.tensor.layers import MAKE_PARTS
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.tree import is_cache

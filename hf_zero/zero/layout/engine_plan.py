@@ -65,9 +65,14 @@ class OffloadedMoments:
         return {}
 
     def stored_format(
-        self, entries: SegmentStateAccess, moments: str, group: int, name: str, dtype: torch.dtype,
-        unquantized_sub_groups: frozenset[int] | None
-    ) -> StorageFormat:  # fmt: skip
+        self,
+        entries: SegmentStateAccess,
+        moments: str,
+        group: int,
+        name: str,
+        dtype: torch.dtype,
+        unquantized_sub_groups: frozenset[int] | None,
+    ) -> StorageFormat:
         """Return the format of state ``name``, of ``dtype`` on the device, of group ``group`` under
         the configured ``moments``. ``unquantized_sub_groups``: those without 8-bit moments; None:
         all. Raises ConfigError for a state that has one format only.
@@ -403,10 +408,8 @@ class EnginePlan:
 
         Raises ConfigError for moments that are kept in fp32 only, and configured in fewer bits.
         """
-        others, formats = (
-            self._unquantized_sub_groups(flat),
-            [StorageFormat(flat.spec.master_dtype)],
-        )
+        others = self._unquantized_sub_groups(flat)
+        formats = [StorageFormat(flat.spec.master_dtype)]
         stored_format = self.extensions.offloaded_moments.stored_format
         for name, (group, _, dtype) in self.moments_of(flat).items():
             how = stored_format(self._entries, self.rules.moments, group, name, dtype, others)

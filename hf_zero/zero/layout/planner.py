@@ -54,11 +54,18 @@ def _plain(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Pla
 
 
 def plan(
-    model: nn.Module, settings: ZeroConfig, dims: ParallelDims,
-    optimizer: torch.optim.Optimizer | None = None, *, extensions_of: ExtensionsOf = _plain,
-    rank: int = 0, device: torch.device = CPU, cuts: Cuts = UNCUT,
-    held: Collection[str] | None = None, shard_only: bool = False
-) -> EnginePlan:  # fmt: skip
+    model: nn.Module,
+    settings: ZeroConfig,
+    dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extensions_of: ExtensionsOf = _plain,
+    rank: int = 0,
+    device: torch.device = CPU,
+    cuts: Cuts = UNCUT,
+    held: Collection[str] | None = None,
+    shard_only: bool = False,
+) -> EnginePlan:
     """Return the plan of an engine of ``model`` on one rank, without collectives.
 
     Args:
@@ -148,10 +155,17 @@ def plan(
 def replan(planned: EnginePlan, settings: ZeroConfig, rank: int | None = None) -> EnginePlan:
     """Return the plan of the same model and job with other ``settings``, of ``rank`` if given."""
     return plan(
-        planned.model, settings, planned.dims, planned.optimizer,
-        extensions_of=planned.extensions_of, rank=planned.rank if rank is None else rank,
-        device=planned.device, cuts=planned.cuts, held=planned.held, shard_only=planned.shard_only
-    )  # fmt: skip
+        planned.model,
+        settings,
+        planned.dims,
+        planned.optimizer,
+        extensions_of=planned.extensions_of,
+        rank=planned.rank if rank is None else rank,
+        device=planned.device,
+        cuts=planned.cuts,
+        held=planned.held,
+        shard_only=planned.shard_only,
+    )
 
 
 def _refuse_split(dims: ParallelDims, extensions: PlannedExtensions) -> None:
@@ -388,10 +402,13 @@ class _FlatLayouts:
 
 
 def _flat_plans(
-    flat_specs: Sequence[PlannedSpec], settings: ZeroConfig, dims: ParallelDims,
-    optimizer: torch.optim.Optimizer | None, device: torch.device,
-    formats: Mapping[str, tuple[int, bool]]
-) -> tuple[FlatPlan, ...]:  # fmt: skip
+    flat_specs: Sequence[PlannedSpec],
+    settings: ZeroConfig,
+    dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    formats: Mapping[str, tuple[int, bool]],
+) -> tuple[FlatPlan, ...]:
     """Return the plans of ``flat_specs``, with indices, tiers and dtypes of gradients."""
     rules, policy = PlacementRules(settings, dims.pp_stage_ranks), POLICIES[settings.stage]
     specs = [shard_spec(spec) for _, spec, _ in flat_specs]
@@ -440,15 +457,10 @@ def _casts_master(spec: FlatSpec) -> bool:
     """Return whether the master weights of ``spec`` can be cast in place of a parameter shard.
     Messages in blocks are encoded from the shard, also where steps send differences.
     """
-    whole = spec.gather_codec is None or spec.gather_codec.reads_master
-    return (
-        spec.sharded
-        and spec.trainable
-        and spec.dtype.itemsize < spec.master_dtype.itemsize
-        and whole
-        and spec.momentum_blocks is None
-        and not spec.sends_differences
-    )
+    narrower = spec.dtype.itemsize < spec.master_dtype.itemsize
+    from_master = spec.gather_codec is None or spec.gather_codec.reads_master
+    from_shard = spec.momentum_blocks is not None or spec.sends_differences
+    return spec.sharded and spec.trainable and narrower and from_master and not from_shard
 
 
 def _pieces(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -32,16 +33,29 @@ from hf_zero.zero.step.held_gradient import clip_divisor
 from hf_zero.zero.step.state_changes import StateChanges
 from hf_zero.zero.step.step_interfaces import NO_HOOKS, StepHooks
 
-KeptOfStep = tuple[float, torch.Tensor | None, float, bool, tuple[set[str], set[str]]]
-"""The norm that steps clip to, the last one, the factor on rates, whether the step was applied, and
-the names of parameters that have had gradients, and zeros (``GradientBuffer.restore_zeros``)."""
+
+class StepBefore(NamedTuple):
+    """What a step keeps over a rebuild of the engine: the attributes of its name, and the names of
+    parameters that have had gradients, and zeros (``GradientBuffer.restore_zeros``).
+    """
+
+    max_norm: float
+    last_norm: torch.Tensor | None
+    lr_scale: float
+    applied: bool
+    present: set[str]
+    zeroed: set[str]
 
 
 class OptimizerStep:
     """Updates the parameters of ``model`` from their reduced gradients with ``optimizer``.
 
-    ``bound`` is None without one; ``updater`` has the units with offloaded state; ``hooks``: those
-    of the features.
+    ``updater`` has the units with offloaded state; ``hooks``: those of the features.
+    """
+
+    bound: BoundOptimizer
+    """``optimizer`` over the shards of this rank. Without one, and after :meth:`close`, it is None
+    in spite of its type: callers that may come then compare it with None, and others need one.
     """
 
     def __init__(
@@ -56,8 +70,7 @@ class OptimizerStep:
         self.model, self.scaler = model, scaler
         self.norm_check = NormCheck(model.mesh.device, config.precision, model.mesh.rank)
         self.kernels, self.feature_hooks, self.changes = config.kernels, hooks, changes
-        # None without an optimizer; the callers of what needs one have checked
-        self.bound: BoundOptimizer = None  # type: ignore[assignment]
+        self.bound = None  # type: ignore[assignment]
         if optimizer is not None:
             self.bound = model.bind(optimizer, config)
         self.agreement = StepAgreement(model.trainable, model.mesh, model.mesh.device)
@@ -65,7 +78,7 @@ class OptimizerStep:
         self.gradient_offload: GradientCopies | None = None  # copies of gradients to the host
         self.updater = UnitUpdates()  # of offloaded state
         # moves the state that fits beside a first step to the device (collective)
-        self.bring_state_back: Callable[[], None] = nothing
+        self.bring_state_back: Callable[[], None] = lambda: None
         # waits for the update of a unit that is needed, if that may outlast the step
         self.on_use: Callable[[Unit], None] | None = None
         if model.overlaps:
@@ -91,21 +104,21 @@ class OptimizerStep:
         self.updater, self.on_use = updater, updater.used
         self.gradient_offload, self.bring_state_back = copies, bring_back
 
-    def kept(self) -> KeptOfStep:
+    def kept(self) -> StepBefore:
         """Return what :meth:`restore` takes after a rebuild of the engine."""
         gradients = [flat.gradient for flat in self.model.trainable]
         present = {name for g in gradients for name in g.names_of(g.present)}
         zeroed = {name for g in gradients for name in g.names_of(g.zeroed)}
-        last = self.gradient.last
-        return self.gradient.max_norm, last, self.lr_scale, self.applied, (present, zeroed)
+        norms = self.gradient.max_norm, self.gradient.last
+        return StepBefore(*norms, self.lr_scale, self.applied, present, zeroed)
 
-    def restore(self, kept: KeptOfStep) -> None:
-        """Continue with what the step of the engine before a rebuild has kept."""
-        max_norm, last, self.lr_scale, self.applied, (present, zeroed) = kept
+    def restore(self, before: StepBefore) -> None:
+        """Continue with what the step of the engine ``before`` a rebuild has kept."""
+        self.lr_scale, self.applied = before.lr_scale, before.applied
         for flat in self.model.trainable:
-            flat.gradient.restore_zeros(present, zeroed)
-        self.gradient.clip_to(max_norm)
-        self.gradient.record(last)
+            flat.gradient.restore_zeros(before.present, before.zeroed)
+        self.gradient.clip_to(before.max_norm)
+        self.gradient.record(before.last_norm)
 
     def scale_rates(self, factor: float) -> None:
         """Multiply the learning rates of the groups by ``factor`` in updates from now on."""
@@ -472,10 +485,6 @@ class OptimizerStep:
         self.bound, self.feature_hooks = None, NO_HOOKS  # type: ignore[assignment]
         for failure in filter(None, failures):  # the model lacks values of the last step
             raise failure
-
-
-def nothing() -> None:
-    """Move no state: all of it is on the device."""
 
 
 def failed_write(failed: str) -> OffloadError:
