@@ -181,11 +181,30 @@ def test_leaves_by_class_name_suffix_and_configuration(heard: list[str]) -> None
     section = {"classes": [full], "name_suffixes": [".1"], "names": ["9"]}
     assert mark_configured(model, section) == [model[0][0], model[1], model[0][1]]
     assert "names ['9'], which the model does not have" in heard[-1]
+    assert mark_configured(model, {"classes": ["Lost"], "names": ["1"]}) == [model[1]]
+    assert "names ['Lost'], which the model does not have" in heard[-1]
     assert mark_configured(model, None) == []
     section = deepspeed.runtime.zero.config.DeepSpeedZeroConfig
     leaves = section(leaf_module={"classes": "my.Class", "names": ["a"]}).leaf_module
     assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Class"], ["a"], [])
     assert section().leaf_module.classes == []
+
+
+def test_leaves_given_as_one_entry_or_as_no_name() -> None:
+    utils, model = deepspeed.utils, nn.Sequential(nn.ReLU(), nn.Tanh())
+    for kind in (nn.Tanh, "Tanh", (nn.Tanh,)):
+        assert utils.set_z3_leaf_modules(model, kind) == [model[1]]
+    assert utils.set_z3_leaf_modules_by_name(model, "1") == ([model[1]], [])
+    utils.unset_z3_leaf_modules(model, nn.Tanh)
+    for call, entry in (
+        (utils.set_z3_leaf_modules, model[1]),
+        (utils.set_z3_leaf_modules, 5),
+        (utils.set_z3_leaf_modules_by_name, [5]),
+        (utils.set_z3_leaf_modules_by_suffix, [None]),
+    ):
+        with pytest.raises(ConfigError, match="names no modules to mark; pass"):
+            call(model, entry)
+    assert utils.get_z3_leaf_modules(model) == []
 
 
 def test_estimates_are_those_of_hf_zero(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from hf_zero.errors import (
     RankMismatchError,
     ReleasedParameterError,
 )
+from hf_zero.zero.access import local
 from hf_zero.zero.layout.initial_values import pending
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.layout.wrap import find_units
@@ -296,10 +297,49 @@ def test_values_that_there_are_not(stage):
                 call(weight)
 
 
+@in_one_item(STAGES)
+def test_values_that_are_no_tensors(stage):
+    engine, model = begun(stage)
+    backward(engine)
+    engine.step()
+    backward(engine)
+    weight = model.blocks[1].up.weight
+    for value in (None, 1.0):
+        for function, call in states("exp_avg", value).items():
+            if "_set_" in function:
+                with pytest.raises(PartitionError, match=rf"{function}: {value} for .*{NAME}"):
+                    call(weight)
+        with pytest.raises(PartitionError, match=f"_local_fp32_param: {value} for the"):
+            local.safe_set_local_fp32_param(weight, value)
+        with pytest.raises(PartitionError, match=f"safe_set_full_grad: {value} for .*{NAME}"):
+            local.safe_update_full_grad_vectorized([weight], lambda *_, value=value: value)
+    for call in states("exp_avg", torch.zeros(1)).values():
+        with pytest.raises(PartitionError, match=r"None.* is no parameter; pass one of the model"):
+            call(None)
+    with pytest.raises(PartitionError, match="this NoneType belongs to no hf-zero engine"):
+        local.safe_get_local_fp32_param(None)
+    for given in ("up", 5, model.named_parameters()):
+        with pytest.raises(PartitionError, match=r"was given .*; pass parameters"):
+            hf_zero.GatheredParameters(given)
+    engine.destroy()
+
+
+def test_writes_of_one_tensor_and_of_another_shape():
+    engine, model = begun(2)
+    backward(engine)
+    weight, free = model.blocks[1].up.weight, nn.Parameter(torch.zeros(2, 3))
+    local.safe_update_full_grad_vectorized(weight, lambda gradient, _: gradient.zero_())
+    assert not hf_zero.safe_get_full_grad(weight).any()
+    with pytest.raises(PartitionError, match=r"shape \(3,\) for parameter .* of shape \(2, 3\)"):
+        hf_zero.safe_set_full_fp32_param(free, torch.ones(3))
+    assert not free.any()
+    engine.destroy()
+
+
 def test_a_unit_that_is_held_whole():
     engine, model = begun(3)
     weights = [model.blocks[1].up.weight]
-    for rank in (-1, 1, 7):
+    for rank in (-1, 1, 7, "0", 0.5):
         words = f"modifier_rank {rank} does not exist among 1 ranks"
         with pytest.raises(PartitionError, match=words):
             hf_zero.GatheredParameters(weights, modifier_rank=rank)

@@ -27,9 +27,12 @@ def engine_of(flat: FlatBuffer) -> EngineParts:
 def _owned(parameter: torch.Tensor, what: str) -> FlatBuffer:
     flat = owner_of(parameter)
     if flat is None:
+        this = type(parameter).__name__
+        if isinstance(parameter, torch.Tensor):
+            this = f"tensor of shape {tuple(parameter.shape)}"
         raise PartitionError(
-            f"{what}: this tensor of shape {tuple(parameter.shape)} belongs to no hf-zero engine; "
-            "pass a parameter of the initialized model"
+            f"{what}: this {this} belongs to no hf-zero engine; pass a parameter of the "
+            "initialized model"
         )
     return flat
 
@@ -113,10 +116,11 @@ def join_parts(
 
 
 def _check_shape(parameter: torch.Tensor, value: torch.Tensor, what: str) -> None:
-    if tuple(value.shape) != tuple(parameter.shape):
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(parameter.shape):
+        given = f"value of shape {tuple(value.shape)}" if torch.is_tensor(value) else f"{value!r}"
         raise PartitionError(
-            f"{what}: value of shape {tuple(value.shape)} for parameter {name_of(parameter)} of "
-            f"shape {tuple(parameter.shape)}; pass the whole tensor"
+            f"{what}: {given:.80} for parameter {name_of(parameter)} of shape "
+            f"{tuple(parameter.shape)}; pass the whole tensor"
         )
 
 
@@ -172,7 +176,9 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     passes (collective).
     """
     if owner_of(param) is None:
-        if (engine := holder_of_whole(param)) is not None:
+        engine = holder_of_whole(param)
+        _check_shape(param, value, "safe_set_full_fp32_param")
+        if engine is not None:
             engine.updated(param).copy_(value)
         param.copy_(value)
         return

@@ -24,6 +24,7 @@ from hf_zero.zero.layout.sharding import sharding_of
 
 
 def _flatten(params: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``params``. Raises PartitionError for what is no parameter."""
     if params is None:
         return []
     if isinstance(params, torch.Tensor):
@@ -32,6 +33,11 @@ def _flatten(params: Any) -> list[torch.Tensor]:
         return list(params.parameters())
     if isinstance(params, dict):
         params = params.values()
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise PartitionError(
+            f"GatheredParameters was given {params!r:.80}; pass parameters, as those of "
+            "model.parameters(), or a module"
+        )
     return [tensor for item in params for tensor in _flatten(item)]
 
 
@@ -68,7 +74,7 @@ class GatheredParameters:
         self._released: list[FlatBuffer] = []  # sharded ones that the exit releases
         self._watched: list[FlatBuffer] = []  # those whose writes count in this context
         self._compares = modifier_rank is None
-        if modifier_rank is not None and not 0 <= modifier_rank < process_group.get_world_size():
+        if modifier_rank not in (None, *range(process_group.get_world_size())):
             raise PartitionError(
                 f"modifier_rank {modifier_rank} does not exist among "
                 f"{process_group.get_world_size()} ranks; pass one of them or None"

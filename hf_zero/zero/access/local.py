@@ -40,9 +40,10 @@ def _checked(
 ) -> torch.Tensor:
     """Return ``value``, 1-D; raise PartitionError unless this rank has as many elements."""
     _, start, stop = flat.spec.own_range(name_of(parameter))
-    if value.numel() != stop - start:
+    if not isinstance(value, torch.Tensor) or value.numel() != stop - start:
+        count = f"{value.numel()} values" if torch.is_tensor(value) else f"{value!r:.80}"
         raise PartitionError(
-            f"{what}: {value.numel()} values for the {stop - start} elements of "
+            f"{what}: {count} for the {stop - start} elements of "
             f"{name_of(parameter)} that this rank keeps; pass as many as safe_get_local_* returns"
         )
     return value.reshape(-1)
@@ -125,9 +126,10 @@ def safe_update_full_grad_vectorized(
     update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``,
-    which every rank calls on the whole averaged gradient (collective).
+    which every rank calls on the whole averaged gradient (collective). Raises PartitionError for
+    what is no tensor of the gradient's shape.
     """
-    for parameter in param_list:
+    for parameter in [param_list] if isinstance(param_list, torch.Tensor) else param_list:
         if owner_of(parameter) is None:
             if parameter.grad is not None:
                 parameter.grad.copy_(update_func(parameter.grad, parameter))

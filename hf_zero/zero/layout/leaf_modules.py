@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from types import UnionType
+from typing import Any
 
 from torch import nn
 
@@ -15,51 +17,69 @@ from hf_zero.zero.layout.walk import attribute_of, modules_of, named_modules_of
 from hf_zero.zero.layout.wrap import WHOLE
 
 
+def _checked_entries(given: object, kinds: type | UnionType, wanted: str) -> list[Any]:
+    """Return ``given``, one entry or several, as a list. Raises ConfigError unless all are of
+    ``kinds``, which ``wanted`` describes.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, kinds)
+    entries = list(given) if several else [given]  # type: ignore[call-overload]
+    for entry in entries:
+        if not isinstance(entry, kinds):
+            raise ConfigError(f"{entry!r:.80} names no modules to mark; pass {wanted}")
+    return entries
+
+
 def _mark_classes(
-    model: nn.Module, leaf_classes: Iterable[type | str], value: bool, raise_if_not_found: bool
-) -> list[nn.Module]:
-    """Set the mark of the modules of ``leaf_classes`` to ``value``, and return them."""
-    classes = list(leaf_classes)
-    names = {item if isinstance(item, str) else item.__qualname__ for item in classes}
-    types = tuple(item for item in classes if isinstance(item, type))
-    marked = [
-        module
-        for module in model.modules()
-        if isinstance(module, types) or names & _names_of(type(module))
-    ]
+    model: nn.Module, leaf_classes: object, value: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[type | str]]:
+    """Set the mark of the modules of ``leaf_classes`` to ``value``. Return them, and the classes of
+    which there are none.
+    """
+    classes = _checked_entries(leaf_classes, type | str, "classes, or names of classes")
+    by_class = {kind: [m for m in model.modules() if _is_a(m, kind)] for kind in classes}
+    marked = set().union(*by_class.values())
     if raise_if_not_found and not marked:
+        names = sorted(kind if isinstance(kind, str) else kind.__qualname__ for kind in classes)
         raise ConfigError(
-            f"no module of {type(model).__name__} is one of {sorted(names)}; name classes of "
+            f"no module of {type(model).__name__} is one of {names}; name classes of "
             "modules inside the model"
         )
     for module in marked:
         setattr(module, WHOLE, value)
-    return marked
+    missing = [kind for kind, modules in by_class.items() if not modules]
+    return [module for module in model.modules() if module in marked], missing
 
 
-def _names_of(kind: type) -> set[str]:
-    """Return the accepted names of a class: its own, nested in another, with its module."""
-    return {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+def _is_a(module: nn.Module, kind: type | str) -> bool:
+    """Return whether ``module`` is of the class ``kind``, or of one so named: by its own name,
+    nested in another, or with its module.
+    """
+    if isinstance(kind, type) and isinstance(module, kind):
+        return True
+    own = type(module)
+    names = (own.__name__, own.__qualname__, f"{own.__module__}.{own.__qualname__}")
+    return (kind if isinstance(kind, str) else kind.__qualname__) in names
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark and return the modules of these classes (or of classes with these names, with their
-    module or without), before ``initialize``.
+    module or without), before ``initialize``. Raises ConfigError for what is neither, and with
+    ``raise_if_not_found`` if there is no such module.
 
     A block of a model is one unit in any case, so the mark changes nothing for modules inside
     blocks. A marked module that holds blocks, or is outside them, becomes a unit: its experts are
     gathered together instead of one by one.
     """
-    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)[0]
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the mark and return the modules."""
-    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)[0]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -74,7 +94,7 @@ def set_z3_leaf_modules_by_name(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules with these names in ``named_modules``. Return (modules, missing names).
-    Raises ConfigError for missing names if ``raise_if_not_found``.
+    Raises ConfigError for what is no name, and for missing names if ``raise_if_not_found``.
     """
     return _mark_named(model, module_names, flag, raise_if_not_found, str.__eq__)
 
@@ -99,6 +119,7 @@ def _mark_named(
     """Set the mark of the modules whose name ``matches`` one of ``patterns`` to ``flag``. Return
     them, and the patterns that match none.
     """
+    patterns = _checked_entries(patterns, str, "names of modules")
     named = named_modules_of(model)
     matching = {key: [module for name, module in named if matches(name, key)] for key in patterns}
     missing = [pattern for pattern, modules in matching.items() if not modules]
@@ -124,11 +145,11 @@ def mark_configured(
     classes, names, suffixes = (
         section.get(key) or [] for key in ("classes", "names", "name_suffixes")
     )
-    marked = _mark_classes(model, classes, True, False)
+    marked, no_classes = _mark_classes(model, classes, True, False)
     by_name, no_names = set_z3_leaf_modules_by_name(model, names, True, False)
     by_suffix, no_suffixes = set_z3_leaf_modules_by_suffix(model, suffixes, True, False)
     marked = list(dict.fromkeys([*marked, *by_name, *by_suffix]))
-    missing = [*no_names, *no_suffixes, *(() if marked else classes)]
+    missing = [*no_names, *no_suffixes, *no_classes]
     if missing and warns:
         log_rank0(
             f"zero_optimization.leaf_module names {missing}, which the model does not have",

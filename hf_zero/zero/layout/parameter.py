@@ -115,7 +115,11 @@ class WholeHolder(Protocol):
 
 
 def holder_of_whole(parameter: torch.Tensor) -> WholeHolder | None:
-    """Return the engine that trains ``parameter`` whole, in no flat buffer, if there is one."""
+    """Return the engine that trains ``parameter`` whole, in no flat buffer, if there is one. Raises
+    PartitionError for what is no tensor.
+    """
+    if not isinstance(parameter, torch.Tensor):
+        raise PartitionError(f"{parameter!r:.80} is no parameter; pass one of the model")
     holder: Callable[[], WholeHolder | None] | None = parameter.__dict__.get(HOLDER)
     return None if holder is None else holder()
 
