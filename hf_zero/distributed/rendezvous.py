@@ -12,10 +12,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import tomllib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from hf_zero.errors import LaunchError
 
@@ -43,50 +45,21 @@ class SourcedInt(NamedTuple):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of one launcher.
-
-    It is recognized if all ``marks`` are set; of several names for one value the first that is set
-    is used.
-    """
+    """The variables of one launcher, a row of ``launchers.toml``, whose head explains them."""
 
     title: str
-    marks: tuple[str, ...]
+    marks: Sequence[str]
     rank: str
-    world_size: tuple[str, ...] = ()
-    local_rank: tuple[str, ...] = ()
-    local_world_size: tuple[str, ...] = ()
-    job: tuple[str, ...] = ()
+    world_size: Sequence[str] = ()
+    local_rank: Sequence[str] = ()
+    local_world_size: Sequence[str] = ()
+    job: Sequence[str] = ()
 
 
-HYDRA_LOCAL = ("MPI_LOCALRANKID",)
-# MPI before SLURM: inside an allocation the processes of mpirun also inherit the SLURM variables of
-# the daemon that started them.
-LAUNCHERS = (
-    Launcher(
-        "Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    Launcher("Open MPI", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",
-    )),
-    Launcher(
-        "MVAPICH", ("MV2_COMM_WORLD_RANK",), "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",),
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Launcher("MPICH or Intel MPI", ("PMI_RANK", *HYDRA_LOCAL), "PMI_RANK", ("PMI_SIZE",),
-    HYDRA_LOCAL, ("MPI_LOCALNRANKS",)),
-    # A batch script has SLURM_PROCID=0, too; only a process of a step has a step id.
-    Launcher(
-        "srun", ("SLURM_PROCID", "SLURM_STEP_ID"), "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",
-        "SLURM_NTASKS", "SLURM_NPROCS"),
-        ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_JOBID"),
-    ),
-    Launcher("PMI", ("PMI_RANK",), "PMI_RANK", ("PMI_SIZE",), ("PALS_LOCAL_RANKID",)),
-    Launcher("PMIx", ("PMIX_RANK",), "PMIX_RANK", (), (), (), ("PMIX_NAMESPACE",)),
-)  # fmt: skip
-
-
+_TABLE: dict[str, list[dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_name("launchers.toml").read_text("utf-8")
+)
+LAUNCHERS = [Launcher(**row) for row in _TABLE["launcher"]]
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
@@ -218,7 +191,7 @@ def _number(environ: Mapping[str, str], name: str) -> SourcedInt | None:
     return SourcedInt(int(text), name)
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> SourcedInt | None:
+def _first(environ: Mapping[str, str], names: Sequence[str]) -> SourcedInt | None:
     return next((number for name in names if (number := _number(environ, name)) is not None), None)
 
 
@@ -275,7 +248,7 @@ def _refuse_missing(
     present, lacking = (at, "WORLD_SIZE") if at else (size, "RANK")
     also = ""
     if launcher:
-        theirs = (launcher.rank,) if lacking == "RANK" else launcher.world_size
+        theirs = [launcher.rank] if lacking == "RANK" else launcher.world_size
         also = (
             f" (nor {' or '.join(theirs)})" if theirs else f" ({launcher.title} does not tell it)"
         )

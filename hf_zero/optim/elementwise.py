@@ -108,9 +108,8 @@ def check(
     names = ", ".join(sorted({row.class_name for row in OPTIMIZERS if row.update}))
     raise UnsupportedOptimizerError(
         f"optimizer {cls.__name__} cannot run on sharded parameters: {why}. Use one of {names}; "
-        "or, if every element of its "
-        "update depends on that element alone, say so in the configuration: "
-        f'"elementwise_optimizers": ["{cls.__name__}"].'
+        "or, if every element of its update depends on that element alone, say so in the "
+        f'configuration: "elementwise_optimizers": ["{cls.__name__}"].'
     )
 
 

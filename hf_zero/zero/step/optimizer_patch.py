@@ -84,10 +84,9 @@ class _EngineMethods:
         if grad_scaler is not None:
             raise PartitionError(
                 "torch.amp.GradScaler cannot step under ZeRO: it looks for gradients on "
-                "parameters, and the engine has taken them in; write "
-                '"fp16": {"enabled": true} in the configuration and call '
-                "engine.backward(loss) and engine.step(), which scale and unscale, or make it "
-                "with enabled=False"
+                'parameters, and the engine has taken them in; write "fp16": {"enabled": true} in '
+                "the configuration and call engine.backward(loss) and engine.step(), which scale "
+                "and unscale, or make it with enabled=False"
             )
         if closure is not None:
             raise PartitionError(
