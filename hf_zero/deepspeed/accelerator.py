@@ -6,7 +6,6 @@ On the CPU, :class:`CPUAccelerator` and this module replace ``torch.cuda``.
 from __future__ import annotations
 
 import functools
-import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,14 @@ import torch
 from torch import get_rng_state as get_rng_state
 from torch import initial_seed as initial_seed
 
+from hf_zero.config.variables import positive_number
 from hf_zero.deepspeed import accelerator as cpu_accelerator
 from hf_zero.deepspeed import op_builders
 from hf_zero.deepspeed.modules import LEFT_OUT
 from hf_zero.device import kinds
 from hf_zero.distributed.backends import native_backend
 from hf_zero.distributed.process_group import default_device
+from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -43,9 +44,14 @@ class DeepSpeedAccelerator:
     Other attributes are read from torch's module for the device, or from ``cpu_accelerator``.
     """
 
+    _name = "cpu"  # of the class: copies, and classes with a constructor of their own, have it too
+
     def __init__(self, kind: str = "cpu") -> None:
         self._name = kind
-        self._module: Any = cpu_accelerator if kind == "cpu" else kinds.module_of(kind)
+
+    @property
+    def _module(self) -> Any:
+        return cpu_accelerator if self._name == "cpu" else kinds.module_of(self._name)
 
     def device_name(self, device_index: int | str | None = None) -> str:
         if self._name == "cpu" or device_index is None:
@@ -101,7 +107,9 @@ class DeepSpeedAccelerator:
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        """Return ``tensor`` in page-locked memory; on the CPU ``tensor`` itself."""
+        """Return ``tensor`` in page-locked memory; on the CPU ``tensor`` itself. Without
+        ``make_copy`` the memory has no values yet.
+        """
         if self._name == "cpu":
             return tensor
         pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, pin_memory=True)
@@ -168,9 +176,15 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
     """Set the result of :func:`get_accelerator`; None restores that of the engine's device. The
-    engine still computes on the device that its launcher chose.
+    engine still computes on the device that its launcher chose. Raises ConfigError for an object
+    of another class.
     """
     global _set
+    if not isinstance(accel_obj, DeepSpeedAccelerator | None):
+        raise ConfigError(
+            f"set_accelerator({accel_obj!r:.60}): it is no DeepSpeedAccelerator; derive its class "
+            "from that"
+        )
     _set = accel_obj
 
 
@@ -185,11 +199,8 @@ default_stream = torch.cpu.current_stream
 
 def device_count() -> int:
     """Return this host's ranks (LOCAL_SIZE); without a launcher its NUMA nodes with cores."""
-    ranks = int(os.environ.get("LOCAL_SIZE") or 0)
-    if ranks > 0:
-        return ranks
     lists = [path.read_text().strip() for path in NODES.glob("node[0-9]*/cpulist")]
-    return sum(map(bool, lists)) or 1
+    return positive_number("LOCAL_SIZE") or sum(map(bool, lists)) or 1
 
 
 def default_generator(device_index: int | None = None) -> torch.Generator:

@@ -16,6 +16,8 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.measures import CommsLoggerSection
+from hf_zero.config.value_types import BOOLEAN, NAMES, argument
+from hf_zero.config.variables import positive_number
 from hf_zero.device import kinds
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.distributed.rendezvous import announce
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 dist = process_group.dist
 DEFAULT_PORT = 29500
-default_pg_timeout = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT") or 30))
+default_pg_timeout = timedelta(minutes=positive_number("DEEPSPEED_TIMEOUT") or 30)
 
 
 def init_distributed(
@@ -56,7 +58,7 @@ def init_distributed(
             "argument"
         )
     if dist_backend is not None and kinds.is_synchronous(process_group.default_device()):
-        runs_on = dist.Backend.backend_capability.get(dist_backend.lower(), ["cpu"])
+        runs_on = dist.Backend.backend_capability.get(str(dist_backend).lower(), ["cpu"])
         if "cpu" not in runs_on:
             log_rank0(
                 f"dist_backend={dist_backend!r} is for {', '.join(runs_on)}: ranks on the CPU "
@@ -192,17 +194,19 @@ def configure(
     debug: bool | None = None,
 ) -> None:
     """Switch the log on or off: according to ``comms_logger`` of a configuration, for all
-    operations, or for those named in ``prof_ops`` and calls with ``prof=True``.
+    operations, or for those named in ``prof_ops`` and calls with ``prof=True``. Raises ConfigError
+    for values that the section does not have.
     """
     if deepspeed_config is not None:
         config = getattr(deepspeed_config, "zero_config_native", deepspeed_config)
         settings = ZeroConfig.coerce(config, foreign=True)
         comms_logger.take(settings.section_of(CommsLoggerSection))
-    operations = None if prof_ops is None else list(prof_ops)
-    values = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
-    for name, value in (values | {"prof_ops": operations}).items():
+    switches = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
+    for name, value in switches.items():
         if value is not None:
-            setattr(comms_logger, name, value)
+            setattr(comms_logger, name, argument("configure", name, BOOLEAN, value))
+    if prof_ops is not None:
+        comms_logger.prof_ops = list(argument("configure", "prof_ops", NAMES, prof_ops))
 
 
 def log_summary(

@@ -57,7 +57,7 @@ def get_data_parallel_group_ranks() -> list[int]:
 
 
 def get_data_parallel_first_rank() -> int:
-    """Return the global rank of the first of them."""
+    """Return the global rank of the first data-parallel rank."""
     return get_data_parallel_group_ranks()[0]
 
 
@@ -74,14 +74,14 @@ def get_tensor_parallel_world_size() -> int:
 
 
 def get_tensor_parallel_rank() -> int:
-    """Return this rank among them."""
+    """Return this rank among those that share its layers."""
     groups = get_parallel()
     return 0 if groups is None else groups.along("tensor").rank
 
 
 def get_tensor_parallel_first_rank() -> int:
-    """Return the global rank of the first of them."""
-    return process_group.get_rank() - get_tensor_parallel_rank()
+    """Return the global rank of the first rank that shares this one's layers."""
+    return process_group.get_rank() - get_tensor_parallel_rank()  # neighbors share layers
 
 
 def get_sequence_parallel_group() -> object:
@@ -98,7 +98,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return this rank among them."""
+    """Return this rank among those that read parts of its sequences."""
     groups = get_parallel()
     return 0 if groups is None else groups.along(SEQUENCE).rank
 
@@ -106,21 +106,25 @@ def get_sequence_parallel_rank() -> int:
 NAME = "ep_size_"
 
 
-def create(expert_parallel_size_: int, mp_size: int | None = None, **_: object) -> None:
-    """Make the expert axis (collective over all ranks)."""
+def create(expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False) -> None:
+    """Make the expert axis (collective over all ranks). Raises NotBuiltError for ranks of an axis
+    that are not neighbors.
+    """
+    if use_data_before_expert_parallel_:
+        refuse("use_data_before_expert_parallel_=True", "leave it out: neighbors share experts")
     expert_mesh_dim(expert_parallel_size_, "expert_parallel_size_")
 
 
 def _size(group_name: str) -> int:
     """Return the size in ``group_name``, which must be 1 or the job's. Raises ConfigError."""
-    parallel, suffix = get_parallel(), group_name.removeprefix(NAME)
-    size = 1 if parallel is None else parallel.dims.expert
-    if not suffix.isdigit() or int(suffix) not in (1, size):
+    size = get_max_expert_size()
+    sizes = {f"{NAME}{size}": size, f"{NAME}1": 1}
+    if group_name not in sizes:
         raise ConfigError(
-            f"expert group {group_name!r} is not there: the experts of this job are spread over "
+            f"there is no expert group {group_name!r}: the experts of this job are spread over "
             f"{size} ranks; name {NAME}{size}"
         )
-    return int(suffix)
+    return sizes[group_name]
 
 
 def get_expert_parallel_world_size(group_name: str) -> int:

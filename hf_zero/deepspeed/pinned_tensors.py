@@ -8,6 +8,7 @@ import os
 
 import torch
 
+from hf_zero.config.value_types import argument, integer
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group
 from hf_zero.errors import HostMemoryError
@@ -24,20 +25,14 @@ class PinHandle:
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """Return ``num_elem`` zeros in the dtype of ``example_tensor``, 1-D. Raises HostMemoryError
-        if the system does not lock that much.
+        if the system does not lock that much, and ConfigError for no number of elements.
         """
+        count = argument("new_cpu_locked_tensor", "num_elem", integer(1), num_elem)
         dtype, device = example_tensor.dtype, process_group.default_device()
         if kinds.is_synchronous(device):
-            nbytes = max(1, num_elem * dtype.itemsize)
-            tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=num_elem)
-            if _LIBC.mlock(tensor.data_ptr(), nbytes):
-                raise HostMemoryError(
-                    f"{nbytes:,} bytes could not be locked in memory: "
-                    f"{os.strerror(ctypes.get_errno())}; raise the limit (ulimit -l), or use plain "
-                    "tensors"
-                )
+            tensor = _locked(count, dtype)
         else:
-            tensor = torch.zeros(num_elem, dtype=dtype, pin_memory=True)
+            tensor = torch.zeros(count, dtype=dtype, pin_memory=True)
         self._made[tensor.data_ptr()] = tensor
         return tensor
 
@@ -53,8 +48,23 @@ class PinHandle:
         """
         locked = self._made.pop(locked_tensor.data_ptr(), None)
         if locked is not None and not locked.is_pinned():
-            _LIBC.munlock(locked.data_ptr(), max(1, locked.nbytes))
+            _LIBC.munlock(locked.data_ptr(), locked.nbytes)
         return locked is not None
+
+
+def _locked(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``count`` zeros in memory that is locked."""
+    nbytes = count * dtype.itemsize
+    try:
+        tensor = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=count)
+        if _LIBC.mlock(tensor.data_ptr(), nbytes):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    except (OSError, OverflowError) as error:
+        raise HostMemoryError(
+            f"{nbytes:,} bytes could not be locked in memory ({error}); raise the limit "
+            "(ulimit -l), or use plain tensors"
+        ) from None
+    return tensor
 
 
 pin_handle: object = PinHandle

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from torch import nn
 
 from hf_zero.deepspeed.comm import all_reduce
@@ -36,7 +36,7 @@ def clip_grad_norm_(
     With expert parameters, which differ by rank, it is collective: all ranks clip by the mean of
     their norms. Raises NotBuiltError for an engine's parameters, whose gradients are sharded.
     """
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    tensors = _tensors(parameters)
     if any(isinstance(parameter, OwnedParameter) for parameter in tensors):
         refuse(
             "clip_grad_norm_ of parameters that an engine owns",
@@ -53,28 +53,37 @@ def clip_grad_norm_(
     return norm
 
 
+def _tensors(parameters: object) -> list[torch.Tensor]:
+    """Return ``parameters``, one or several, as a list. Raises ConfigError for other objects."""
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
+    listed: list[Any] = list(parameters) if several else [parameters]  # type: ignore[call-overload]
+    for parameter in listed:
+        if not isinstance(parameter, torch.Tensor):
+            raise ConfigError(f"{parameter!r:.60} is no parameter; pass tensors, or lists of them")
+    return listed
+
+
 class CheckOverflow:
-    """Check whether a gradient of ``param_groups``, lists of parameters, is not finite: on this
-    rank, or with expert parameters on any rank (then collective).
+    """Check whether a gradient of ``param_groups``, parameters or lists of them, is not finite: on
+    this rank, or with expert parameters on any rank (then collective).
     """
 
     def __init__(
         self,
-        param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
+        param_groups: Iterable[object] | None = None,
         mpu: object = None,
         zero_reduce_scatter: bool = False,
         deepspeed: object = None,
     ) -> None:
-        self.params = [p for group in param_groups or () for p in group]
+        self.params = _of_groups(param_groups or ())
 
-    def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
-        checked = self.params if param_groups is None else [p for g in param_groups for p in g]
-        return self.has_overflow(checked)
+    def check(self, param_groups: Iterable[object] | None = None) -> bool:
+        return self.has_overflow(self.params if param_groups is None else _of_groups(param_groups))
 
     def has_overflow(
-        self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
+        self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None
     ) -> bool:
-        parameters = list(params)
+        parameters = _tensors(params)
         overflow = any(p.grad is not None and bool(has_inf_or_nan(p.grad)) for p in parameters)
         if has_moe_params is None:
             has_moe_params = any(map(is_expert_parameter, parameters))
@@ -89,25 +98,25 @@ class CheckOverflow:
         return _on_any_rank(overflow) if together else overflow
 
 
+def _of_groups(groups: Iterable[object]) -> list[torch.Tensor]:
+    return [parameter for group in groups for parameter in _tensors(group)]
+
+
 def _on_any_rank(local: bool) -> bool:
     """Return whether ``local`` is true on any rank (collective)."""
+    if not process_group.is_initialized():
+        return local
     flag = torch.tensor(float(local), device=process_group.default_device())
     all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
-
-
-def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> float:
-    """Return the norm of the existing gradients; -1 if it is not finite."""
-    gradients = [p.grad.float() for p in parameters if p.grad is not None]
-    return _finite(torch.nn.utils.get_total_norm(gradients, norm_type))
 
 
 def get_weight_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0, mpu: object = None
 ) -> float:
     """Return the norm of the values; -1 if it is not finite."""
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return _finite(torch.nn.utils.get_total_norm([p.detach().float() for p in tensors], norm_type))
+    values = [p.detach().float() for p in _tensors(parameters)]
+    return _finite(torch.nn.utils.get_total_norm(values, norm_type))
 
 
 def _finite(norm: torch.Tensor) -> float:
@@ -116,7 +125,8 @@ def _finite(norm: torch.Tensor) -> float:
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
     """Return whether an element is not finite, as a tensor on its device."""
-    return torch.logical_not(torch.isfinite(x.float())).any()
+    values = x if x.is_complex() else x.float()
+    return torch.logical_not(torch.isfinite(values)).any()
 
 
 def move_to_device(
@@ -161,18 +171,21 @@ def required_torch_version(
 ) -> bool:
     """Return whether torch's version, as major.minor, is between the two, both included.
 
-    Raises ConfigError if neither is given.
+    Raises ConfigError if neither is given, and for what is no version.
     """
     if min_version is None and max_version is None:
         raise ConfigError("required_torch_version needs min_version or max_version; pass one")
     have = _pair(torch.__version__)
-    return (min_version is None or have >= _pair(str(min_version))) and (
-        max_version is None or have <= _pair(str(max_version))
+    return (min_version is None or have >= _pair(min_version)) and (
+        max_version is None or have <= _pair(max_version)
     )
 
 
-def _pair(version: str) -> tuple[int, int]:
-    major, minor, *_ = (*Version(version).release, 0)
+def _pair(version: object) -> tuple[int, int]:
+    try:
+        major, minor, *_ = (*Version(str(version)).release, 0)
+    except InvalidVersion:
+        raise ConfigError(f"{version!r} is no version of torch; write one, such as 2.4") from None
     return major, minor
 
 

@@ -14,7 +14,14 @@ from pydantic import ValidationError
 from torch import nn
 
 from hf_zero.deepspeed.optimizers import DeepSpeedCPUAdagrad
-from hf_zero.errors import ConfigError, LaunchError, NotBuiltError, PartitionError
+from hf_zero.deepspeed.pinned_tensors import PinHandle
+from hf_zero.errors import (
+    ConfigError,
+    HostMemoryError,
+    LaunchError,
+    NotBuiltError,
+    PartitionError,
+)
 from tests.helpers.cells import in_one_item
 
 SPLIT = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
@@ -44,6 +51,10 @@ def tiled(seqlen: int, shards: int, reduction: str | None = None) -> Callable[[]
     return calling(path, never, seqlen, shards, {"x": X}, {}, "x", output_reduction=reduction)
 
 
+def pinned(count: Any) -> None:
+    PinHandle().new_cpu_locked_tensor(count, X)
+
+
 def groups(*items: Any) -> Callable[[], Any]:
     return calling("moe.utils.configure_moe_param_groups", list(items))
 
@@ -57,6 +68,7 @@ NO_FP32 = "DeepSpeedCPUAdagrad.fp32_optimizer_states=False"
 NO_MPU = r"mpu.get_model_parallel_world_size\(\) is 2"
 TILED, CORES = "zero.TiledLinear", "utils.numa.parse_range_list"
 LEVEL = "utils.logging.get_log_level_from_string"
+UTILS, GROUPS = "runtime.utils", "utils.groups"
 REFUSED: list[Row] = [
     (ConfigError, "no section elasticity", calling("elasticity.compute_elastic_config", {})),
     (NotBuiltError, "replace_.*_layer.* is not built", calling("replace_transformer_layer", None)),
@@ -154,6 +166,43 @@ REFUSED: list[Row] = [
     (ConfigError, "needs min_version", calling("utils.torch.required_torch_version")),
     (ConfigError, "trim_percent", calling("utils.timer.trim_mean", [1], 0.5)),
     (ConfigError, "'loud' is not a level", calling(LEVEL, "loud")),
+    (ConfigError, "'x' is no version of torch", calling("utils.torch.required_torch_version", "x")),
+    (
+        ConfigError,
+        "'7B' is no parameter; pass tensors",
+        calling(f"{UTILS}.get_weight_norm", ["7B"]),
+    ),
+    (ConfigError, "None is no parameter; pass", calling(f"{UTILS}.clip_grad_norm_", None, 1.0)),
+    (ConfigError, "'lr' is no parameter", calling(f"{UTILS}.CheckOverflow", [{"lr": 1.0}])),
+    (ConfigError, r"set_accelerator\(5\): it is no", calling("accelerator.set_accelerator", 5)),
+    (
+        ConfigError,
+        "configure.enabled='false'.*true or false",
+        calling("comm.configure", None, "false"),
+    ),
+    (
+        ConfigError,
+        "the backend 5 is not a name",
+        calling("comm.init_distributed", 5),
+    ),
+    *(
+        (
+            ConfigError,
+            "there is no expert group",
+            calling(f"{GROUPS}._get_expert_parallel_rank", name),
+        )
+        for name in ("ep_size_²", "ep_size_2", None)
+    ),
+    (
+        NotBuiltError,
+        "use_data_before_expert_parallel_=True is not built",
+        calling(f"{GROUPS}._create_expert_and_data_parallel", 1, True),
+    ),
+    *(
+        (ConfigError, f"num_elem={count}.*an integer of at least 1", lambda c=count: pinned(c))
+        for count in (0, -1, 2.5, None)
+    ),
+    (HostMemoryError, "bytes could not be locked in memory", lambda: pinned(1 << 60)),
     (ConfigError, "stge", calling("runtime.zero.config.DeepSpeedZeroConfig", stge=3)),
     *(
         (ValueError, "does not ascend at", calling(CORES, text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import re
 import runpy
@@ -52,6 +53,27 @@ def test_another_accelerator_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None
         deepspeed.accelerator.set_accelerator(None)
     assert accelerator.get_accelerator() is before
     assert deepspeed.accelerator.is_current_accelerator_supported()
+
+
+def test_accelerators_are_copied_and_derived_from() -> None:
+    class Mine(deepspeed.accelerator.DeepSpeedAccelerator):
+        def __init__(self) -> None:  # without that of its base
+            self.kind = "mine"
+
+    for device in (copy.copy(deepspeed.get_accelerator()), Mine()):
+        assert device.memory_allocated() > 0
+        with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+            _ = device.no_such_name
+
+
+def test_overflows_of_parameters_that_are_no_lists() -> None:
+    fine, broken = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    fine.grad, broken.grad = torch.ones(2), torch.tensor([1.0, torch.inf])
+    check = deepspeed.runtime.utils.CheckOverflow
+    assert check([fine, broken]).check() and check().check([broken]) and not check([fine]).check()
+    assert check().check_using_norm([float("nan")]) and not check().check_using_norm([2.0])
+    beyond = torch.tensor([complex(0, float("nan"))])
+    assert deepspeed.runtime.utils.has_inf_or_nan(beyond)
 
 
 def test_operators_answer_whether_they_are_here() -> None:
