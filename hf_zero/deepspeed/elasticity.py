@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.elasticity import ELASTICITY, elastic_batch, elastic_sizes
+from hf_zero.config.value_types import argument, integer
 from hf_zero.errors import ConfigError
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether the section ``elasticity`` of ``ds_config`` is switched on."""
-    return bool((ds_config.get(ELASTICITY) or {}).get("enabled"))
+    """Return whether the section ``elasticity`` of ``ds_config`` is switched on. Raises ConfigError
+    for other objects than sections of keys and values.
+    """
+    section = ds_config.get(ELASTICITY) if isinstance(ds_config, Mapping) else ds_config
+    if not isinstance(section, Mapping | None):
+        raise ConfigError(
+            f"ds_config, or its section elasticity, is {section!r:.60}; pass the configuration as "
+            "a dict, and write elasticity: {enabled: true, …}"
+        )
+    return bool(section and section.get("enabled"))
 
 
 def compute_elastic_config(
@@ -39,7 +48,8 @@ def compute_elastic_config(
             "{enabled: true, max_train_batch_size: …, micro_batch_sizes: […]}"
         )
     section = ds_config[ELASTICITY]
+    size = argument("compute_elastic_config", "world_size", integer(0), world_size or 0)
     total, ranks = elastic_batch(section)
-    if not world_size and not return_microbatch:
+    if not size and not return_microbatch:
         return total, ranks
-    return total, ranks, elastic_sizes(section, world_size)[1] if world_size else None
+    return total, ranks, elastic_sizes(section, size)[1] if size else None

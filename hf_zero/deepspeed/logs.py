@@ -23,13 +23,20 @@ GIB = 1 << 30
 _warned: set[str] = set()
 
 
-def _logs_here(ranks: Sequence[int] | None) -> bool:
-    return not process_group.is_initialized() or (
-        bool(ranks) and (-1 in (ranks or ()) or process_group.get_rank() in (ranks or ()))
-    )
+Ranks = int | Sequence[int] | None
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def _listed(ranks: Ranks) -> tuple[int, ...]:
+    return (ranks,) if isinstance(ranks, int) else tuple(ranks or ())
+
+
+def _logs_here(ranks: Ranks) -> bool:
+    if not process_group.is_initialized():
+        return True
+    return not {-1, process_group.get_rank()}.isdisjoint(_listed(ranks))
+
+
+def log_dist(message: str, ranks: Ranks = None, level: int = logging.INFO) -> None:
     """Log on the given ranks; ``[-1]``: on all of them.
 
     Without a list no rank logs once there is a process group, as in DeepSpeed.
@@ -38,7 +45,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, message)
 
 
-def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+def print_dist(message: str, ranks: Ranks = None) -> None:
     """Print on the ranks of :func:`log_dist`, whatever the level of logging is."""
     if _logs_here(ranks):
         print(message)
@@ -73,15 +80,13 @@ def warning_once(message: str, *args: object, **kwargs: Any) -> None:
 
 
 @functools.cache
-def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
     log_dist(message, ranks, level)
 
 
-def log_dist_once(
-    message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
-) -> None:
-    """Run :func:`log_dist` for a message that was not logged before."""
-    _log_once(message, None if ranks is None else tuple(ranks), level)
+def log_dist_once(message: str, ranks: Ranks = None, level: int = logging.INFO) -> None:
+    """Run :func:`log_dist` unless it has run with the same arguments."""
+    _log_once(message, _listed(ranks), level)
 
 
 # scripts call them on the logger, under these names
@@ -91,7 +96,7 @@ logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
 
 def get_log_level_from_string(log_level_str: str) -> int:
     """Return the level. Raises ConfigError for an unknown one."""
-    level = LEVELS.get(log_level_str.lower())
+    level = LEVELS.get(str(log_level_str).lower())
     if level is None:
         raise ConfigError(f"{log_level_str!r} is not a level of logging; write one of {[*LEVELS]}")
     return level

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hf_zero.config.value_types import argument, number
+from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.errors import ConfigError
 from hf_zero.logging import JsonObject
 from hf_zero.zero.reduce.losses import Fp16LossScaler
@@ -15,6 +17,7 @@ SCALE_WINDOW = "scale_window"
 DELAYED_SHIFT = "delayed_shift"
 CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
 MIN_LOSS_SCALE = "min_scale"
+POSITIVE = number(above=0)
 
 
 class LossScalerBase:
@@ -53,9 +56,10 @@ class LossScalerBase:
         return loss * self.loss_scale
 
     def scale_gradient(
-        self, module: object, grad_in: Sequence[torch.Tensor], grad_out: object
-    ) -> tuple[object, ...]:
-        return tuple(self.loss_scale * gradient for gradient in grad_in)
+        self, module: object, grad_in: Sequence[torch.Tensor | None], grad_out: object
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return ``grad_in`` times the scale, as a backward hook of a module."""
+        return tuple(None if grad is None else self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
@@ -67,10 +71,10 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """A constant loss scale."""
+    """A constant loss scale. Raises ConfigError if it is not above 0."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(Fp16LossScaler(scale))
+        super().__init__(Fp16LossScaler(argument("LossScaler", "scale", POSITIVE, scale)))
 
 
 class EngineLossScaler(LossScalerBase):
@@ -100,7 +104,8 @@ class DynamicLossScaler(LossScalerBase):
     steps without one.
 
     ``update_scale`` raises ConfigError for an overflow at ``min_scale``, unless
-    ``raise_error_at_min_scale`` is false.
+    ``raise_error_at_min_scale`` is false; the constructor for scales that are not above 0, and
+    counts below 1.
     """
 
     def __init__(
@@ -113,6 +118,10 @@ class DynamicLossScaler(LossScalerBase):
         raise_error_at_min_scale: bool = True,
         dtype: torch.dtype = torch.half,
     ) -> None:
+        for name, scale in (("init_scale", init_scale), ("min_scale", min_scale)):
+            argument("DynamicLossScaler", name, POSITIVE, scale)
+        check_size(scale_window, "scale_window", "steps")
+        check_size(delayed_shift, "delayed_shift", "overflows")
         super().__init__(
             Fp16LossScaler(
                 init_scale, True, scale_window, delayed_shift, min_scale, consecutive_hysteresis

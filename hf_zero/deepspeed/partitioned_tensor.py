@@ -10,6 +10,7 @@ import torch
 
 from hf_zero.deepspeed import comm
 from hf_zero.distributed.process_group import dist
+from hf_zero.errors import PartitionError
 from hf_zero.parallel.pipeline.stage_bounds import partition_uniform
 
 if TYPE_CHECKING:
@@ -82,7 +83,15 @@ def reduce_scatter_coalesced(
 ) -> list[torch.Tensor]:
     """Return this rank's part, 1-D, of the mean over ``group`` of each of ``tensors``, in one
     message (collective). Parts have ``ceil(numel / ranks)`` elements, the last ones fewer or none.
+    Raises PartitionError for tensors of several dtypes.
     """
+    if not tensors:
+        return []
+    if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+        raise PartitionError(
+            f"reduce_scatter_coalesced got tensors of {', '.join(sorted(map(str, dtypes)))}, and "
+            "one message has one dtype; call it once for each"
+        )
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
     sent = tensors[0].new_zeros(ranks, sum(sizes))  # [receiving rank, its parts]

@@ -88,7 +88,9 @@ def checked(include: Any, device: object) -> tuple[str, ...]:
     where = getattr(device, "value", device)
     if where not in (OffloadDeviceEnum.cpu.value, OffloadDeviceEnum.none.value):
         raise ConfigError(f"offload_states: device is {where!r}; states go to the host: pass 'cpu'")
-    chosen = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
-    if unknown := sorted(set(chosen) - set(KINDS)):
+    several = isinstance(include, Iterable) and not isinstance(include, str)
+    named = KINDS if include is None else include if several else (include,)
+    chosen = tuple(getattr(kind, "value", kind) for kind in named)
+    if unknown := [kind for kind in chosen if kind not in KINDS]:
         raise ConfigError(f"offload_states: {unknown} is not a state; choose among {list(KINDS)}")
     return () if where == OffloadDeviceEnum.none.value else chosen

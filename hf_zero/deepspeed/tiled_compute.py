@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.checkpointing import repeatable
+from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.errors import ConfigError
 
 Compute = Callable[..., torch.Tensor]
@@ -95,9 +96,13 @@ class TiledMLP:
         fn: Compute, module: object, x: torch.Tensor, shards: int, compute_params: Weights = None
     ) -> torch.Tensor:
         """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles. Raises
-        ConfigError for ``shards`` below 1.
+        ConfigError for ``shards`` below 1, and for ``x`` of one dimension.
         """
         _check(shards)
+        if x.dim() < 2:
+            raise ConfigError(
+                f"TiledMLP: x has the shape {tuple(x.shape)}; pass one [..., seqlen, hidden]"
+            )
         parts = [_recomputed(fn, module, part) for part in x.chunk(shards, dim=-2)]
         return torch.cat(parts, dim=-2)
 
@@ -150,8 +155,7 @@ def _recomputed(fn: Compute, /, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _check(shards: int, reduction: str = "sum") -> None:
-    if shards < 1:
-        raise ConfigError(f"shards is {shards}; write 1 or more")
+    check_size(shards, "shards", "tiles")
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"unknown output_reduction {reduction!r}; write 'mean' or 'sum'")
 

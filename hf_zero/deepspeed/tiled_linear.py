@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.errors import PartitionError
 from hf_zero.parallel.pipeline.stage_bounds import partition_uniform
 
@@ -26,7 +27,9 @@ class TiledLinear(nn.Module):
         init_linear: a layer whose values are copied.
 
     Raises:
-        PartitionError: more tiles than features, or none.
+        PartitionError: more tiles than features, or none; in the forward, another number of tensors
+            than ``in_splits``.
+        ConfigError: no number of features.
     """
 
     def __init__(
@@ -43,12 +46,15 @@ class TiledLinear(nn.Module):
         **kwargs: object,
     ) -> None:
         super().__init__()
-        for name, splits, features in (
-            ("in_splits", in_splits, in_features),
-            ("out_splits", out_splits, out_features),
+        for side, splits, features in (
+            ("in", in_splits, in_features),
+            ("out", out_splits, out_features),
         ):
-            if not 1 <= splits <= features:
-                raise PartitionError(f"TiledLinear: {name} is {splits}; write 1 to {features}")
+            check_size(features, f"{side}_features", "features")
+            if splits not in range(1, features + 1):
+                raise PartitionError(
+                    f"TiledLinear: {side}_splits is {splits!r}; write 1 to {features}"
+                )
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
@@ -68,10 +74,15 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> object:
-        if self.in_splits > 1 and not self.input_is_already_split:
-            inputs: object = torch.split(input_, _sizes(self.in_parts), dim=-1)
+        splits = self.in_splits > 1 and not self.input_is_already_split
+        if isinstance(input_, torch.Tensor) and (splits or self.in_splits == 1):
+            inputs: Sequence[object] = torch.split(input_, _sizes(self.in_parts), dim=-1)
         else:
-            inputs = [input_] if self.in_splits == 1 else input_
+            inputs = input_
+        if len(inputs) != self.in_splits:
+            raise PartitionError(
+                f"TiledLinear got {len(inputs)} inputs; pass in_splits = {self.in_splits}"
+            )
         rows: list[object] = []
         for row in self.linears:
             total: object = None

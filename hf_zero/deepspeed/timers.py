@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from hf_zero.config.value_types import argument, integer, number
 from hf_zero.deepspeed.accelerator import get_accelerator
 from hf_zero.deepspeed.logs import GIB, print_dist
 from hf_zero.device import kinds
@@ -15,7 +16,7 @@ from hf_zero.measures.comms_log import trim_mean
 
 
 class Timer:
-    """A timer for repeated starts and stops; both wait for the device."""
+    """A timer for repeated starts and stops; both wait for the device. ``record`` is ignored."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -53,7 +54,9 @@ class Timer:
         return total
 
     def mean(self) -> float:
-        """Return the mean milliseconds from start to stop, without a tenth of the extremes."""
+        """Return the mean of the times, without the shortest and the longest tenth of them: one
+        ends with a stop, or with a call of :meth:`elapsed`.
+        """
         return trim_mean(self._milliseconds, 0.1)
 
     @staticmethod
@@ -78,31 +81,38 @@ class SynchronizedWallClockTimer:
     def memory_usage() -> str:
         device = get_accelerator()
         now, most = device.memory_allocated() / GIB, device.max_memory_allocated() / GIB
-        return f"mem_allocated: {now:.4f} GB | max_mem_allocated: {most:.4f} GB"
+        return f"mem_allocated: {now:.4f} GiB | max_mem_allocated: {most:.4f} GiB"
 
     def log(
         self,
-        names: Sequence[str],
+        names: str | Sequence[str],
         normalizer: float = 1.0,
         reset: bool = True,
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Print milliseconds of ``names``, divided by ``normalizer``, on rank 0 or ``ranks``."""
-        recorded = [name for name in names if name in self.timers]
+        """Print milliseconds of ``names``, divided by ``normalizer``, on rank 0 or ``ranks``.
+        Raises ConfigError for a ``normalizer`` that is not above 0.
+        """
+        divisor = argument("log", "normalizer", number(above=0), normalizer)
         times = [
-            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in recorded
+            f"{name}: {timer.elapsed(reset) / divisor:.2f}" for name, timer in self._named(names)
         ]
         more = [self.memory_usage()] if memory_breakdown else []
         print_dist(" | ".join(["time (ms)", *times, *more]), ranks or [0])
 
     def get_mean(
-        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+        self, names: str | Sequence[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """Return the mean milliseconds from a start to its stop, for each existing timer."""
-        return {
-            name: self.timers[name].mean() / normalizer for name in names if name in self.timers
-        }
+        """Return :meth:`Timer.mean` of each existing timer, divided by ``normalizer``; ``reset`` is
+        ignored. Raises ConfigError for a ``normalizer`` that is not above 0.
+        """
+        divisor = argument("get_mean", "normalizer", number(above=0), normalizer)
+        return {name: timer.mean() / divisor for name, timer in self._named(names)}
+
+    def _named(self, names: str | Sequence[str]) -> list[tuple[str, Timer]]:
+        listed = [names] if isinstance(names, str) else names
+        return [(name, self.timers[name]) for name in listed if name in self.timers]
 
 
 SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # DeepSpeed's place for it
@@ -129,7 +139,8 @@ class ThroughputTimer:
         logging_fn: Callable[[str], object] | None = None,
     ) -> None:
         self.config = config
-        self.batch_size = batch_size or 1
+        samples = 1 if batch_size is None else batch_size
+        self.batch_size = argument("ThroughputTimer", "batch_size", integer(1), samples)
         self.start_step = start_step
         self.steps_per_output = steps_per_output
         self.logging = logging_fn or logger.info

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import KEYS
+from hf_zero.config.reading import AUTO
 from hf_zero.config.sourced import FILES, shown
-from hf_zero.config.value_types import Status
+from hf_zero.config.value_types import Status, argument, number
 from hf_zero.deepspeed.zero_sections import ZERO, DeepSpeedZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.logging import JsonObject, log_rank0
@@ -83,8 +84,12 @@ def _params(section: OptimizerConfig | SchedulerConfig | None) -> dict[str, obje
 
 
 def get_gradient_clipping(param_dict: JsonObject) -> float:
-    """Return the norm to which this configuration clips gradients; 0.0: never."""
-    return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) or 0.0)
+    """Return the norm to which this configuration clips gradients; 0.0: never. Raises ConfigError
+    for what is no norm.
+    """
+    written = param_dict.get(GRADIENT_CLIPPING, AUTO)
+    norm = GRADIENT_CLIPPING_DEFAULT if written == AUTO else written or 0.0
+    return float(argument("get_gradient_clipping", GRADIENT_CLIPPING, number(0), norm))
 
 
 def takes_default_clipping(config: ZeroConfig, native: bool) -> bool:

@@ -111,13 +111,13 @@ class DeepSpeedZeroConfig(_Section):
             {ZERO: {"stage": 0, **_plain(values)}}, allow_auto=True, foreign=True
         )
         section = config.to_dict()[ZERO]
-        offload: dict[str, object] = {"offload_param": None, "offload_optimizer": None}
-        if "offload_param" in section or values.get("offload_param") is not None:
-            options = section.pop("offload_param", {})
-            offload["offload_param"] = DeepSpeedZeroOffloadParamConfig(**options)
-        if "offload_optimizer" in section or values.get("offload_optimizer") is not None:
-            options = section.pop("offload_optimizer", {})
-            offload["offload_optimizer"] = DeepSpeedZeroOffloadOptimizerConfig(**options)
+        offload: dict[str, object] = {}
+        for name, kind in (
+            ("offload_param", DeepSpeedZeroOffloadParamConfig),
+            ("offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
+        ):
+            written = name in section or values.get(name) is not None
+            offload[name] = kind(**section.pop(name, {})) if written else None
         leaves = {"leaf_module": _LeafModules(values.get("leaf_module") or {})}
         whole = {**DEFAULTS, "overlap_comm": config.stage == 3, **section, **offload, **leaves}
         super().__init__({**whole, "stage": ZeroStageEnum(config.stage)})

@@ -27,7 +27,7 @@ from hf_zero.deepspeed import (
 from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
 from hf_zero.deepspeed.tiled_compute import TiledMLP
 from hf_zero.distributed import process_group
-from hf_zero.errors import NotBuiltError, OffloadError, UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, NotBuiltError, OffloadError, UnsupportedOptimizerError
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.lion import Lion
 from hf_zero.parallel.pipeline.module import PipelineModule
@@ -49,6 +49,9 @@ def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -
     cpu.synchronize()
     cpu.reset_peak_memory_stats()
     assert cpu.device_count() == 3
+    monkeypatch.setenv("LOCAL_SIZE", "three")
+    with pytest.raises(ConfigError, match="LOCAL_SIZE is 'three'; write a number"):
+        cpu.device_count()
     monkeypatch.delenv("LOCAL_SIZE")
     assert cpu.device_count() >= 1
     assert cpu.is_synchronized_device() and not cpu.is_triton_supported() and cpu.Event is None

@@ -51,12 +51,13 @@ def test_messages_of_chosen_ranks(
     deepspeed.log_dist("before a group everybody speaks")
     monkeypatch.setattr(process_group, "is_initialized", lambda: True)
     monkeypatch.setattr(process_group, "get_rank", lambda: 1)
-    for ranks in (None, [], [0], [0, 1], [-1]):
+    for ranks in (None, [], [0], [0, 1], [-1], 1, 0):
         deepspeed.log_dist(f"to {ranks}", ranks)
         deepspeed.utils.logging.print_dist(f"to {ranks}", ranks)
     told = [record.getMessage() for record in said.records]
-    assert told == ["before a group everybody speaks", "to [0, 1]", "to [-1]"]
-    assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]"]
+    assert told == ["before a group everybody speaks", "to [0, 1]", "to [-1]", "to 1"]
+    assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]", "to 1"]
+    deepspeed.utils.logging.logger.log_dist_once("once", 1)  # type: ignore[attr-defined]
     said.clear()
     tell = deepspeed.runtime.utils.see_memory_usage
     tell("another rank", force=True)

@@ -14,7 +14,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from hf_zero.deepspeed.optimizers import DeepSpeedCPUAdagrad
+from hf_zero.deepspeed.partitioned_tensor import reduce_scatter_coalesced
 from hf_zero.deepspeed.pinned_tensors import PinHandle
+from hf_zero.deepspeed.state_offload import checked
+from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from hf_zero.deepspeed.zero_config import get_gradient_clipping
 from hf_zero.errors import (
     ConfigError,
     HostMemoryError,
@@ -46,9 +50,13 @@ def tiles(y: Any, reduction: str, shards: int = 2) -> Callable[[], Any]:
     return calling(path, never, None, X, y, None, shards, None, reduction)
 
 
-def tiled(seqlen: int, shards: int, reduction: str | None = None) -> Callable[[], Any]:
+def tiled(seqlen: int, shards: Any, reduction: str | None = None) -> Callable[[], Any]:
     path = f"{ULYSSES}.sequence_tiled_compute"
     return calling(path, never, seqlen, shards, {"x": X}, {}, "x", output_reduction=reduction)
+
+
+def scaler(**keys: Any) -> Callable[[], Any]:
+    return calling(f"{SCALERS}.DynamicLossScaler", **keys)
 
 
 def pinned(count: Any) -> None:
@@ -69,8 +77,11 @@ NO_MPU = r"mpu.get_model_parallel_world_size\(\) is 2"
 TILED, CORES = "zero.TiledLinear", "utils.numa.parse_range_list"
 LEVEL = "utils.logging.get_log_level_from_string"
 UTILS, GROUPS = "runtime.utils", "utils.groups"
+SCALERS, ELASTIC = "runtime.fp16.loss_scaler", "elasticity.compute_elastic_config"
+BATCHES = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}
+LAYERS: Any = deepspeed.zero.TiledLinear
 REFUSED: list[Row] = [
-    (ConfigError, "no section elasticity", calling("elasticity.compute_elastic_config", {})),
+    (ConfigError, "no section elasticity", calling(ELASTIC, {})),
     (NotBuiltError, "replace_.*_layer.* is not built", calling("replace_transformer_layer", None)),
     (NotBuiltError, "DeepSpeedCPULamb.* is not built", calling("ops.lamb.DeepSpeedCPULamb")),
     (NotBuiltError, "DualPipeVEngine.* is not built", calling("DualPipeVEngine")),
@@ -137,9 +148,13 @@ REFUSED: list[Row] = [
     ),
     (ValueError, "write 'mean' or 'sum'", tiles(X, "none")),
     (ValueError, r"y has the shape \(2, 5\)", tiles(X[:, :5], "sum")),
-    (ConfigError, "shards is 0; write 1", tiles(X, "sum", 0)),
-    (ConfigError, "shards is 0; write 1", calling(f"{ULYSSES}.TiledMLP.apply", never, None, X, 0)),
-    (ConfigError, "shards is 0; write 1", tiled(6, 0)),
+    (ConfigError, "shards = 0 is not a number of tiles", tiles(X, "sum", 0)),
+    (
+        ConfigError,
+        "shards = 0 is not a number of tiles",
+        calling(f"{ULYSSES}.TiledMLP.apply", never, None, X, 0),
+    ),
+    (ConfigError, "shards = 0 is not a number of tiles", tiled(6, 0)),
     (ConfigError, "unknown output_reduction 'none'", tiled(6, 2, "none")),
     (ConfigError, r"x has the shape \(2, 6\) and seqlen is 5", tiled(5, 2)),
     (
@@ -203,6 +218,46 @@ REFUSED: list[Row] = [
         for count in (0, -1, 2.5, None)
     ),
     (HostMemoryError, "bytes could not be locked in memory", lambda: pinned(1 << 60)),
+    (ConfigError, "None is not a level", calling(LEVEL, None)),
+    (ConfigError, "shards = '2' is not a number of tiles", tiled(6, "2")),
+    (
+        ConfigError,
+        r"x has the shape \(6,\)",
+        calling(f"{ULYSSES}.TiledMLP.apply", never, None, X[0], 2),
+    ),
+    (PartitionError, "in_splits is 2.5; write 1 to 7", calling(TILED, 7, 5, in_splits=2.5)),
+    (ConfigError, "in_features = '7B' is not a number of features", calling(TILED, "7B", 5)),
+    (PartitionError, "got 1 inputs; pass in_splits = 2", lambda: LAYERS(6, 5, in_splits=2)([X])),
+    *(
+        (ConfigError, f"{name}={value!r}.*a number greater than 0", scaler(**{name: value}))
+        for name in ("init_scale", "min_scale")
+        for value in (0, float("nan"), "7B", None)
+    ),
+    (ConfigError, "scale=-1", calling(f"{SCALERS}.LossScaler", -1)),
+    (ConfigError, "scale_window = 0 is not a number of steps", scaler(scale_window=0)),
+    (ConfigError, "delayed_shift = None is not a number of overflows", scaler(delayed_shift=None)),
+    (ConfigError, "normalizer=0", lambda: SynchronizedWallClockTimer().log("forward", 0)),
+    (ConfigError, "normalizer=0", lambda: SynchronizedWallClockTimer().get_mean(["forward"], 0)),
+    (ConfigError, "batch_size='7B'", lambda: ThroughputTimer(batch_size="7B")),  # type: ignore[arg-type]
+    (
+        ConfigError,
+        "gradient_clipping='7B'",
+        lambda: get_gradient_clipping({"gradient_clipping": "7B"}),
+    ),
+    *(
+        (ConfigError, "ds_config, or its section elasticity, is", calling(ELASTIC, config))
+        for config in (5, "ds.json", {"elasticity": True})
+    ),
+    (ConfigError, "world_size='7B'", calling(ELASTIC, {"elasticity": BATCHES}, "", "7B")),
+    *(
+        (ConfigError, "is not a state; choose among", lambda given=given: checked(given, "cpu"))
+        for given in (5, "optim", [5, "x"])
+    ),
+    (
+        PartitionError,
+        "tensors of torch.bfloat16, torch.float32",
+        lambda: reduce_scatter_coalesced([X, X.bfloat16()]),
+    ),
     (ConfigError, "stge", calling("runtime.zero.config.DeepSpeedZeroConfig", stge=3)),
     *(
         (ValueError, "does not ascend at", calling(CORES, text))

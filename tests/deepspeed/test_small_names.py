@@ -21,7 +21,15 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hf_zero.deepspeed import accelerator, groups, pinned_tensors, timers
+from hf_zero.deepspeed import (
+    accelerator,
+    groups,
+    partitioned_tensor,
+    pinned_tensors,
+    state_offload,
+    timers,
+    zero_config,
+)
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
@@ -74,6 +82,21 @@ def test_overflows_of_parameters_that_are_no_lists() -> None:
     assert check().check_using_norm([float("nan")]) and not check().check_using_norm([2.0])
     beyond = torch.tensor([complex(0, float("nan"))])
     assert deepspeed.runtime.utils.has_inf_or_nan(beyond)
+
+
+def test_arguments_in_another_form() -> None:
+    assert zero_config.get_gradient_clipping({"gradient_clipping": "auto"}) == 1.0
+    assert zero_config.get_gradient_clipping({"gradient_clipping": None}) == 0.0
+    assert state_offload.checked("lp_grads", "cpu") == ("lp_grads",)
+    assert partitioned_tensor.reduce_scatter_coalesced([]) == []
+    scaled = deepspeed.runtime.fp16.loss_scaler.LossScaler(2.0)
+    assert scaled.scale_gradient(None, (None, torch.ones(())), None) == (None, 2.0)
+    one = deepspeed.zero.TiledLinear(3, 2, input_is_already_split=True)
+    assert torch.equal(one([torch.ones(3)]), one(torch.ones(3)))
+    watch = timers.SynchronizedWallClockTimer()
+    watch("forward").start()
+    watch("forward").stop()
+    assert watch.get_mean("forward").keys() == {"forward"}
 
 
 def test_operators_answer_whether_they_are_here() -> None:
