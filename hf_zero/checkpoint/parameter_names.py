@@ -33,9 +33,5 @@ def pair_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
 def _by_innermost(names: Iterable[str]) -> dict[str, list[str]]:
     result: dict[str, list[str]] = {}
     for name in names:
-        result.setdefault(_innermost(name), []).append(name)
+        result.setdefault(strip_wrappers(name).removeprefix(DDP_PREFIX), []).append(name)
     return result
-
-
-def _innermost(name: str) -> str:
-    return strip_wrappers(name).removeprefix(DDP_PREFIX)

@@ -21,7 +21,6 @@ from hf_zero.deepspeed.wrapped_optimizer import hide_wrapped, show_wrapped
 from hf_zero.device import kinds
 from hf_zero.errors import UnreducedGradientsError, UnscalableLossError
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.access.wholes import WeightBuckets
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 
 
@@ -85,7 +84,6 @@ class DeepSpeedEngine(ReportingEngine):
     _shown_scaler: EngineLossScaler | None = None
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        self._states_away.refuse("a forward")
         if self.training and "tput_timer" in self.__dict__:
             self.tput_timer.start()
         return super().forward(*args, **kwargs)
@@ -96,7 +94,7 @@ class DeepSpeedEngine(ReportingEngine):
         """Run :meth:`hf_zero.Engine.backward`; return the loss divided by the accumulation steps,
         or with ``scale_wrt_gas=False`` the loss itself.
         """
-        self._states_away.refuse("a backward")
+        self.changes.refuse_until_step("a backward")
         super().backward(loss, retain_graph, scale_wrt_gas)
         steps = self.gradient_accumulation_steps()
         return loss / steps if scale_wrt_gas and steps != 1 else loss
@@ -105,7 +103,6 @@ class DeepSpeedEngine(ReportingEngine):
         """Run :meth:`hf_zero.Engine.step`. ``lr_kwargs`` are passed to the scheduler's step, which
         an update in the backward has made: it refuses them.
         """
-        self._states_away.refuse("a step")
         before = self.accumulation.updates
         self._step(lr_kwargs)
         ends = self.accumulation.updates > before
@@ -177,7 +174,8 @@ class DeepSpeedEngine(ReportingEngine):
 
         ``include``: states to move, as :class:`OffloadStateTypeEnum` or its values; None: all.
         Master weights that gathers cast (``keep_parameter_shards`` is false) are ``lp_params``,
-        too, and stay unless both are named. Training, saving and access to parameters need it back.
+        too, and stay unless both are named. Forwards, training, saving and access to state raise
+        PartitionError until it is back; GatheredParameters only if parameters are among it.
         Does nothing if the device is the host. Raises ConfigError for a device other than the CPU.
         """
         chosen = checked(include, device)
@@ -187,13 +185,12 @@ class DeepSpeedEngine(ReportingEngine):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move the state of :meth:`offload_states` back to the device."""
-        self._states_away.reload(self.device, non_blocking)
+        self._states_away.reload(self, non_blocking)
 
     def save_checkpoint(  # type: ignore[override]
         self, save_dir: str | os.PathLike[str], tag: object = None, *args: Any, **kwargs: Any
     ) -> bool:
         """Run :meth:`hf_zero.Engine.save_checkpoint` with rank 0's folder and tag."""
-        self._states_away.refuse("a save")
         folder, name = agreed_target(self, save_dir, tag)
         return super().save_checkpoint(folder, name, *args, **kwargs)
 
@@ -213,7 +210,8 @@ class DeepSpeedEngine(ReportingEngine):
         that of ``latest_universal``, if the file exists. Raises NotBuiltError for
         ``custom_load_fn``.
         """
-        self._states_away.refuse("a load")
+        if self.changes.away:
+            self.changes.refuse("a load")
         if custom_load_fn is not None:
             refuse(
                 "load_checkpoint(custom_load_fn=...)",
@@ -236,33 +234,11 @@ class DeepSpeedEngine(ReportingEngine):
         self.loaded_checkpoint_tag = os.path.basename(path) if path else None
         return path, state
 
-    def state_dict(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
-    ) -> dict[str, Any] | None:
-        self._states_away.refuse("state_dict()")
-        return super().state_dict(*args, **kwargs)
-
-    def consolidated(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        self._states_away.refuse("consolidated()")
-        return super().consolidated(*args, **kwargs)
-
-    def iter_weights(self, *args: Any, **kwargs: Any) -> WeightBuckets:
-        self._states_away.refuse("iter_weights()")
-        return super().iter_weights(*args, **kwargs)
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
-        self._states_away.refuse("a save of the model")
-        return super().save_16bit_model(*args, **kwargs)
-
     def empty_partition_cache(self) -> None:
         """Free unused device memory; the engine itself releases parameters between forwards."""
         gc.collect()
         if not kinds.is_synchronous(self.device):
             kinds.module_of(self.device).empty_cache()
-
-    def quiesce(self, what: str) -> None:
-        self._states_away.refuse(what)
-        super().quiesce(what)
 
     def destroy(self, gather: bool = False) -> None:
         """Run :meth:`hf_zero.Engine.destroy`, with the state of :meth:`offload_states` brought
@@ -293,7 +269,6 @@ class DeepSpeedEngine(ReportingEngine):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, object] | None:
         """Return the whole model's state dict on rank 0, None elsewhere (collective)."""
-        self._states_away.refuse("a read of whole weights")
         return whole_state_dict(self, everywhere=False, exclude_frozen=exclude_frozen_parameters)
 
     # called by Accelerate if ranks share layers, at any stage

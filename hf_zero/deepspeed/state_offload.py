@@ -9,13 +9,17 @@ import torch
 
 from hf_zero.deepspeed.zero_sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from hf_zero.device import kinds
-from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.errors import ConfigError
 from hf_zero.zero.state_bytes import GATHERED, MASTERS, MOMENTS, tensors_on_device
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 
+AWAY = (
+    "while offload_states() keeps this engine's state in host memory; call engine.reload_states() "
+    "first"
+)
 KINDS = tuple(kind.value for kind in OffloadStateTypeEnum)
 # by the engine's kinds (``zero/state_bytes.py``)
 _NAMES = {
@@ -34,9 +38,6 @@ class StatesAway:
 
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._away)
 
     def send(
         self, engine: TrainingEngine, include: Iterable[str], pin: bool, non_blocking: bool
@@ -57,23 +58,18 @@ class StatesAway:
         kinds.synchronize(engine.device)  # complete the copies before their sources are freed
         for storage, _ in self._away:
             storage.resize_(0)
+        if self._away:
+            engine.changes.away = AWAY
+            engine.changes.parameters_away |= "lp_params" in chosen
 
-    def reload(self, device: torch.device, non_blocking: bool) -> None:
+    def reload(self, engine: TrainingEngine, non_blocking: bool) -> None:
         """Refill the storages."""
         for storage, host in self._away:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=non_blocking)
         if non_blocking:
-            kinds.synchronize(device)  # the host copies are freed now
-        self._away = []
-
-    def refuse(self, what: str) -> None:
-        """Raise PartitionError if any state is offloaded."""
-        if self._away:
-            raise PartitionError(
-                f"{what} while offload_states() keeps this engine's state in host memory; call "
-                "engine.reload_states() first"
-            )
+            kinds.synchronize(engine.device)  # the host copies are freed now
+        self._away, engine.changes.away, engine.changes.parameters_away = [], "", False
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

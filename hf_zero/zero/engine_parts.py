@@ -45,11 +45,6 @@ from hf_zero.zero.transaction import on_rollback, transaction
 _guarding: list[RemovableHandle] = []  # the one process-wide hook on optimizer steps
 
 
-def _unguard() -> None:
-    """Remove the hook on the steps of all optimizers."""
-    _guarding.pop().remove()
-
-
 class ModelWrapper(nn.Module):
     """A wrapper that forwards unknown attributes to ``module``."""
 
@@ -142,7 +137,7 @@ class EngineParts(ModelWrapper):
         self.assemble(plan)
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
-            on_rollback(_unguard)
+            on_rollback(lambda: _guarding.pop().remove())
 
     def assemble(self, plan: EnginePlan) -> None:
         """Build the parts of ``plan``, in the constructor and in a rebuild (collective). An

@@ -194,7 +194,7 @@ class TrainingEngine(EngineParts):
         return self.optimizer_step.gradient.measure(self.counters.global_steps)
 
     def _reduce_for_norm(self) -> None:
-        if self.changes.broken:
+        if self.changes.broken or self.changes.away:
             self.changes.refuse("clip_grad_norm_")
         self.pass_runner.reduce_stray_gradients()
         self.pass_runner.refuse_unusable()
@@ -210,7 +210,7 @@ class TrainingEngine(EngineParts):
         """
         if self._installed is None:
             self._raise_destroyed("step()")
-        if self.changes.broken:
+        if self.changes.broken or self.changes.away:
             self.changes.refuse("step()")
         window, runner = self.accumulation, self.pass_runner
         ends_window = window.begin_step(self.changes.unconfirmed is not None)

@@ -116,7 +116,7 @@ def restore_buffers_on_rollback(model: nn.Module) -> None:
     for buffer in buffers_of(model):
         if not buffer.is_meta:
             elements = without_repeats(buffer)
-            on_rollback(_set_values, elements, elements.clone())
+            on_rollback(elements.detach().copy_, elements.clone())
     for module in modules_of(model):
         on_rollback(module._buffers.update, dict(module._buffers))
 
@@ -239,8 +239,3 @@ class _Memory:
         vars(parameter).clear()
         vars(parameter).update(self._attributes)
         set_raw_grad(parameter, self._grad)
-
-
-@torch.no_grad()
-def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.copy_(values)

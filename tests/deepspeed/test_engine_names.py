@@ -152,14 +152,28 @@ def test_states_go_away_and_come_back_as_they_were(
                     engine.step()
                 with pytest.raises(PartitionError, match="a forward while offload_states"):
                     engine(torch.ones(1))
+                param = next(p for p in engine.module.parameters() if p.requires_grad)
+                safe, x = deepspeed.utils, torch.ones(1)
                 readers = (
                     engine.state_dict, engine.consolidated, engine.iter_weights,
                     engine.module_state_dict, engine._consolidated_16bit_state_dict,
-                    partial(engine.save_16bit_model, tmp_path),
+                    partial(engine.save_16bit_model, tmp_path), partial(engine.module, x),
+                    engine.optimizer.state_dict, partial(safe.safe_get_full_fp32_param, param),
+                    partial(safe.safe_get_full_grad, param), partial(engine.backward, x),
+                    partial(safe.safe_get_full_optimizer_state, param, "exp_avg"),
+                    partial(engine.load_checkpoint, tmp_path), engine.zero_grad,
+                    partial(engine.save_checkpoint, tmp_path), partial(engine.clip_gradient, 1.0),
                 )  # fmt: skip
                 for reader in readers:
                     with pytest.raises(PartitionError, match="while offload_states"):
                         reader()
+                gathered = deepspeed.zero.GatheredParameters([param])
+                if included == ["optim_states"]:
+                    with gathered:
+                        pass
+                else:
+                    with pytest.raises(PartitionError, match="GatheredParameters while off"):
+                        gathered.__enter__()
                 assert {s.nbytes() for s, _ in engine._states_away._away} == {0}
                 engine.reload_states()
             engine.step()
@@ -174,7 +188,7 @@ def test_states_go_away_and_come_back_as_they_were(
 def test_states_that_cannot_go_are_named() -> None:
     engine = start(stack(), 1)
     engine.offload_states(include=["optim_states"])  # the device is the host
-    assert not engine._states_away
+    assert not engine.changes.away
     for include, device, said in (
         (None, "nvme", "device is 'nvme'"),
         (["x"], "cpu", "is not a state"),

@@ -8,7 +8,7 @@ import torch
 
 from hf_zero.errors import PartitionError
 from hf_zero.logging import listed
-from hf_zero.optim.segments import step_dtype
+from hf_zero.optim.segments import masters, step_dtype
 from hf_zero.zero.engine_parts import EngineParts
 from hf_zero.zero.gather.unit import unit_of
 from hf_zero.zero.layout.flat_buffer import FlatBuffer, owner_of
@@ -53,8 +53,12 @@ def flat_to_write(parameter: torch.Tensor, what: str) -> FlatBuffer:
 
 
 def flat_to_read(parameter: torch.Tensor, what: str) -> FlatBuffer | None:
-    """Return the flat buffer of ``parameter``; None for a frozen one, which has nothing to read."""
+    """Return the flat buffer of ``parameter``; None for a frozen one, which has nothing to read.
+    Raises PartitionError while state is away.
+    """
     flat = _owned(parameter, what)
+    if (engine := flat.engine_as(EngineParts)) is not None and engine.changes.away:
+        engine.changes.refuse(what)
     return flat if flat.optimizer_shard.has_master else None
 
 
@@ -162,11 +166,10 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     if flat is None:
         engine = holder_of_whole(param)
         return (param if engine is None else engine.updated(param)).detach().float()
-    unit_of(flat).take_user_writes()
-    master = flat.optimizer_shard.master
-    if master is None:
+    if flat_to_read(param, "safe_get_full_fp32_param") is None:
         return None
-    whole = whole_of(flat, param, master)
+    unit_of(flat).take_user_writes()
+    whole = whole_of(flat, param, masters(flat.optimizer_shard))
     return whole.to(step_dtype(whole.dtype))
 
 
@@ -198,7 +201,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if flat is None:
         holder = holder_of_whole(param)
         return param.grad if holder is None else holder.full_gradient(param)
-    if not flat.optimizer_shard.has_master:
+    if flat_to_read(param, "safe_get_full_grad") is None:
         return None
     engine, own = reduced_gradient(flat)
     if own is None:

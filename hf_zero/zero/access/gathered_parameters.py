@@ -100,8 +100,10 @@ class GatheredParameters:
         units = {
             unit_of(flat): engine_of(flat) for flat in sorted(flats, key=lambda flat: flat.index)
         }
-        if self._modifier is not None:
-            for engine in dict.fromkeys(units.values()):
+        for engine in dict.fromkeys(units.values()):
+            if engine.changes.parameters_away:
+                engine.changes.refuse("GatheredParameters")
+            if self._modifier is not None:
                 engine.changes.refuse_until_step("GatheredParameters with a modifier_rank")
         if not any(unit.guard.watched for unit in units):
             for engine in dict.fromkeys(units.values()):

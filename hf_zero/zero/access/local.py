@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_zero.errors import PartitionError
-from hf_zero.optim.segments import step_dtype
+from hf_zero.optim.segments import masters, step_dtype
 from hf_zero.zero.access.full import (
     engine_of,
     flat_to_read,
@@ -56,9 +56,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     if flat is None:
         return None
     unit_of(flat).take_user_writes()
-    master = flat.optimizer_shard.master
-    assert master is not None
-    part = _part(flat, param, master)
+    part = _part(flat, param, masters(flat.optimizer_shard))
     return part.to(step_dtype(part.dtype), copy=True)
 
 

@@ -147,6 +147,8 @@ def _complete_updates(engine: ShardedEngine, flats: Sequence[FlatBuffer]) -> Non
             "weights of an engine that was destroyed; take them before destroy(), or from the "
             "model after destroy(gather=True)"
         )
+    if engine.optimizer_step.changes.away:
+        engine.optimizer_step.changes.refuse("a read of whole weights")
     engine.optimizer_step.synchronize()
     for unit in dict.fromkeys(map(unit_of, flats)):
         unit.wait_for_update()

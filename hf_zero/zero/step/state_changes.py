@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from hf_zero.distributed.pass_tracker import PassTracker
 from hf_zero.errors import PartitionError
+from hf_zero.logging import first_line
 from hf_zero.offload.unit_updates import UnitUpdates
 from hf_zero.optim.segments import ParamGroup
 
@@ -29,6 +30,8 @@ class StateChanges:
     def __init__(self, passes: PassTracker) -> None:
         self._passes = passes
         self.broken = ""  # the change that was broken off, and why
+        self.away = ""  # where the state is that the device lacks, and what brings it back
+        self.parameters_away = False  # whether parameter shards are, too
         self._under_way = ""
         self._updater: UnitUpdates | None = None
         # what ``step()`` has yet to confirm, of an update that a backward has made: the settings of
@@ -47,9 +50,7 @@ class StateChanges:
         try:
             yield
         except BaseException as error:
-            reason = str(error).partition("\n")[0][:200]
-            cause = type(error).__name__ + (f" ({reason})" if reason else "")
-            self.break_off(f"{what} was broken off by {cause}")
+            self.break_off(f"{what} was broken off by {first_line(error)[:200]}")
             raise
         finally:
             self._under_way = outer
@@ -73,8 +74,8 @@ class StateChanges:
         self.unconfirmed = None
 
     def refuse(self, what: str) -> None:
-        """Raise PartitionError for ``what``, which reads the state, if a change was broken off, or
-        the model is half updated.
+        """Raise PartitionError for ``what``, which reads the state, if a change was broken off, the
+        model is half updated, or state is away.
         """
         if self.broken:
             raise PartitionError(
@@ -85,9 +86,12 @@ class StateChanges:
         self.refuse_until_step(what, acts=False)
 
     def refuse_until_step(self, what: str, acts: bool = True) -> None:
-        """Raise PartitionError for ``what`` if the model is half updated; if it ``acts`` on the
-        update in a plain loop, also until ``step()`` confirms an update in the backward.
+        """Raise PartitionError for ``what`` if the model is half updated, or state is away; if it
+        ``acts`` on the update in a plain loop, also until ``step()`` confirms an update in the
+        backward.
         """
+        if self.away:
+            raise PartitionError(f"{what} {self.away}")
         if self._updater is not None and self._updater.backward_update is not None:
             raise PartitionError(
                 f"{what} comes inside a backward that has updated a part of the model already "
