@@ -11,6 +11,7 @@ from functools import reduce
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_zero.config.sections import Fp16Section
+from hf_zero.config.value_types import SECTION, argument
 from hf_zero.errors import ReplacedKeyError
 from hf_zero.logging import JsonObject, logger
 
@@ -112,10 +113,21 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
 
 def get_bfloat16_config(param_dict: JsonObject) -> DeepSpeedBF16Config:
-    """Return the section of a whole configuration, also under its former name ``bfloat16``."""
-    return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
+    """Return the section of a whole configuration, also under its former name ``bfloat16``. Raises
+    ConfigError for what is no section.
+    """
+    return DeepSpeedBF16Config(**_section(param_dict, "bf16", "bfloat16"))
 
 
 def get_float16_config(param_dict: JsonObject) -> DeepSpeedFP16Config:
-    """Return the section of a whole configuration."""
-    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+    """Return the section of a whole configuration. Raises ConfigError for what is no section."""
+    return DeepSpeedFP16Config(**_section(param_dict, "fp16"))
+
+
+def _section(param_dict: JsonObject, *names: str) -> JsonObject:
+    """Return the first section of ``names`` that is written."""
+    for name in names:
+        if param_dict.get(name) is not None:
+            section: JsonObject = argument("param_dict", name, SECTION, param_dict[name])
+            return section
+    return {}

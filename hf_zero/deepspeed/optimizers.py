@@ -104,6 +104,8 @@ class DeepSpeedCPUAdagrad(CPUAdagrad, metaclass=_Named):
                 "DeepSpeedCPUAdagrad(fp32_optimizer_states=False)",
                 "leave it at True: a sum of squares is kept in fp32",
             )
+        if amsgrad:
+            refuse("DeepSpeedCPUAdagrad(amsgrad=True)", "leave it at False: Adagrad has no maxima")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+from hf_zero.config.value_types import argument, integer
 from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.parallel.pipeline.engine import pipelined
 
 PipelineEngine = pipelined(DeepSpeedEngine)
@@ -84,10 +86,14 @@ class RecvGrad(BufferOpInstruction):
 
 class PipeSchedule(ABC):
     """The schedule of stage ``stage_id`` of ``stages`` for ``micro_batches``: an iterable of steps,
-    each a list of instructions in their order.
+    each a list of instructions in their order. Raises ConfigError for numbers below 1, and for
+    another stage.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        check_size(micro_batches, "micro_batches", "micro-batches")
+        check_size(stages, "stages", "stages")
+        argument(type(self).__name__, "stage_id", integer(0, stages - 1), stage_id)
         self.micro_batches = micro_batches
         self.stages = stages
         self.stage_id = stage_id

@@ -84,7 +84,8 @@ class SparseAttentionUtils:
         """Return ``model`` with block-sparse attention, set by `sparsify`; its positions are
         extended to ``max_position`` if they are fewer.
         """
-        if model.config.max_position_embeddings < max_position:
+        config = model.config.get_text_config()
+        if getattr(config, "max_position_embeddings", 0) < max_position:
             extend_position_embedding(model, max_position)
         sparsify(model, sparsity_config)
         return model

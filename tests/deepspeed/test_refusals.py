@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from hf_zero.deepspeed.config_model import get_bfloat16_config, get_float16_config
 from hf_zero.deepspeed.optimizers import DeepSpeedCPUAdagrad
 from hf_zero.deepspeed.partitioned_tensor import reduce_scatter_coalesced
 from hf_zero.deepspeed.pinned_tensors import PinHandle
@@ -76,7 +77,7 @@ NO_FP32 = "DeepSpeedCPUAdagrad.fp32_optimizer_states=False"
 NO_MPU = r"mpu.get_model_parallel_world_size\(\) is 2"
 TILED, CORES = "zero.TiledLinear", "utils.numa.parse_range_list"
 LEVEL = "utils.logging.get_log_level_from_string"
-UTILS, GROUPS = "runtime.utils", "utils.groups"
+UTILS, GROUPS, PLANS = "runtime.utils", "utils.groups", "runtime.pipe.schedule"
 SCALERS, ELASTIC = "runtime.fp16.loss_scaler", "elasticity.compute_elastic_config"
 BATCHES = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}
 LAYERS: Any = deepspeed.zero.TiledLinear
@@ -219,6 +220,15 @@ REFUSED: list[Row] = [
     ),
     (HostMemoryError, "bytes could not be locked in memory", lambda: pinned(1 << 60)),
     (ConfigError, "None is not a level", calling(LEVEL, None)),
+    (ConfigError, "micro_batches = 0 is not a number", calling(f"{PLANS}.TrainSchedule", 0, 2, 0)),
+    (ConfigError, "stages = None is not", calling(f"{PLANS}.InferenceSchedule", 4, None, 0)),
+    *(
+        (ConfigError, "TrainSchedule.stage_id=", calling(f"{PLANS}.TrainSchedule", 4, 2, stage))
+        for stage in (-1, 2, "7B")
+    ),
+    (ConfigError, "bf16=True.* not a section", lambda: get_bfloat16_config({"bf16": True})),
+    (ConfigError, "fp16=5.* not a section", lambda: get_float16_config({"fp16": 5})),
+    (NotBuiltError, "amsgrad=True", lambda: DeepSpeedCPUAdagrad(ONE, amsgrad=True)),
     (ConfigError, "shards = '2' is not a number of tiles", tiled(6, "2")),
     (
         ConfigError,
@@ -265,7 +275,7 @@ REFUSED: list[Row] = [
     ),
     *(
         (ValueError, "is not a range", calling(CORES, text))
-        for text in ("", "a", "1-", "-2", "1-x", "1,,2")
+        for text in ("", "a", "1-", "-2", "1-x", "1,,2", None)
     ),
 ]
 

@@ -79,10 +79,8 @@ def prepare_ranks(original: LauncherCommand, args: Namespace) -> tuple[list[str]
         # Accelerate disables DEEPSPEED if ACCELERATE_USE_CPU is set. Ranks that see no GPU
         # select the CPU by themselves.
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    for path in (
-        "offload_optimizer_nvme_path",
-        "offload_param_nvme_path",
-    ):  # DeepSpeedPlugin reads these variables, but Accelerate sets neither
+    # DeepSpeedPlugin reads these variables, but Accelerate sets neither.
+    for path in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
         if getattr(args, path, None) is not None:
             environment[f"ACCELERATE_DEEPSPEED_{path.upper()}"] = str(getattr(args, path))
     # Accelerate has turned all keys below deepspeed_config into attributes.

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hf_zero.config.spelling import did_you_mean
+from hf_zero.config.value_types import TEXT, argument, integer
 from hf_zero.errors import ConfigError, DifficultyIndexError
 from hf_zero.techniques.difficulty_index import DifficultyIndex, write_index
 
@@ -71,15 +72,28 @@ def analyze(
         progress: show progress bars, if datasets has them enabled.
 
     Raises:
-        ConfigError: an unknown metric, split or column, or an unreadable dataset.
+        ConfigError: an unknown metric, split or column, an unreadable dataset, or another argument
+            of a wrong type.
         DifficultyIndexError: a sample without a number.
     """
-    name = metric if isinstance(metric, str) else f"{metric.__module__}:{metric.__qualname__}"
-    function = (
-        None if name in METRICS else function_of(metric) if isinstance(metric, str) else metric
-    )
+    workers = argument("analyze", "workers", integer(1), workers)
+    if column is not None:
+        column = argument("analyze", "column", TEXT, column)
+    name, function = _named(metric)
     with _bars(progress):
         return _analyze(dataset, name, function, column, split, workers, out)
+
+
+def _named(metric: str | Metric) -> tuple[str, Metric | None]:
+    """Return the name of ``metric`` and its function; None for one over Arrow batches."""
+    if isinstance(metric, str):
+        return metric, None if metric in METRICS else function_of(metric)
+    if not callable(metric):
+        raise ConfigError(
+            f"metric is {metric!r:.60}; write {' or '.join(METRICS)}, or pass a function"
+        )
+    named = metric if hasattr(metric, "__qualname__") else type(metric)
+    return f"{named.__module__}:{named.__qualname__}", metric
 
 
 def _analyze(
@@ -158,6 +172,11 @@ def _opened(path: Path, split: str | None) -> Samples:
 
 def _one_split(dataset: Samples | Mapping[str, Samples], split: str | None, what: str) -> Samples:
     if not isinstance(dataset, Mapping):
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ConfigError(
+                f"{what} is a {type(dataset).__name__}, whose samples have no numbers; pass a "
+                "map-style dataset, or a path"
+            )
         if split is not None:
             raise ConfigError(f"{what} is one dataset without splits; leave out split {split!r}")
         return dataset
@@ -281,7 +300,7 @@ def tokens_of(table: pa.Table, column: str) -> tuple[pa.Array, np.ndarray]:
     values = table[column].combine_chunks()
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
         values = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(values))
-    elif not hasattr(values.type, "value_type"):
+    elif not _is_list_of_tokens(values.type):
         raise DifficultyIndexError(
             f"column {column!r} holds {values.type}; name one that holds lists of tokens, or text"
         )
@@ -300,6 +319,10 @@ def tokens_of(table: pa.Table, column: str) -> tuple[pa.Array, np.ndarray]:
     else:
         return tokens, samples
     return tokens.filter(pa.array(kept)), samples[kept]
+
+
+def _is_list_of_tokens(kind: pa.DataType) -> bool:
+    return hasattr(kind, "value_type") and not pa.types.is_nested(kind.value_type)
 
 
 def lengths(table: pa.Table, column: str) -> pa.Table:
@@ -349,7 +372,7 @@ def function_of(metric: str) -> Metric:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"metric {metric!r} cannot be imported: {error}") from error
     if not callable(function):
         raise ConfigError(

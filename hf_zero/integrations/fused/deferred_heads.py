@@ -145,22 +145,18 @@ def _deferred(module: nn.Module, rows: torch.Tensor) -> DeferredOutput:
 
 
 def _dtype(call: DeferredCall, rows: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the output, from that of a layer of one row and column."""
-    if not call.linear:
-        samples = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=rows.device)
-            for tensor in call.tensors
-        ]
-        return call.compute_part(
-            torch.empty(0, rows.shape[-1], dtype=rows.dtype, device=rows.device), *samples
-        ).dtype
-    samples = [
-        torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=rows.device)
-        for tensor in call.tensors
-    ]
-    return call.compute_part(
-        torch.empty(1, 1, dtype=rows.dtype, device=rows.device), *samples
-    ).dtype
+    """Return the dtype of the output, from that of a linear layer of one row and column, or of a
+    norm of no rows.
+    """
+
+    def empty(like: torch.Tensor, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=like.dtype, device=rows.device)
+
+    if call.linear:
+        sample, parts = empty(rows, 1, 1), [empty(t, *(1,) * t.dim()) for t in call.tensors]
+    else:
+        sample, parts = empty(rows, 0, rows.shape[-1]), [empty(t, *t.shape) for t in call.tensors]
+    return call.compute_part(sample, *parts).dtype
 
 
 def _may_defer(module: nn.Module, rows: object) -> bool:

@@ -89,9 +89,7 @@ def plan(model: nn.Module, calls: list[ModuleCall] | str) -> PreLayerNorm:
     if isinstance(calls, str):
         raise KernelError(f"pre_layer_norm: {calls}; leave it out")
     names = [name for name, _ in repeated_blocks(model)]
-    moved: dict[str, tuple[_Moved, ...]] = {}
-    for name in names:
-        moved[name] = _moved(model, name, calls)
+    moved = {name: _moved(model, name, calls) for name in names}
     stacks = sorted({name.rpartition(".")[0] for name in names})
     if len(stacks) != 1:
         several = f"several stacks of layers, {', '.join(stacks)}, and each would need a last norm"

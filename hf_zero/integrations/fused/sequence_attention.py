@@ -201,9 +201,8 @@ class _Forward:
     ):
         self._sequence, self._name, self._counts = sequence, PREFIX + core, counts
         self._configs = configs if core == EAGER else []
-        self._lent: list[
-            PreTrainedConfig
-        ] = []  # configurations that have eager attention for one forward
+        # configurations that have eager attention for one forward
+        self._lent: list[PreTrainedConfig] = []
         self._key = sequence.division.key
         self._depth = threading.local()
         self._attended = False  # in one forward at least: later ones may leave all blocks out

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.ops.sparse_attention import (
@@ -150,6 +151,11 @@ def layout_of(
     _refuse_model(owner)
     heads = getattr(owner.config.get_text_config(), "num_attention_heads", None)
     if not isinstance(sparse_attention, SparsityConfig):
+        if not isinstance(sparse_attention, Mapping):
+            raise KernelError(
+                f"sparse_attention is {sparse_attention!r:.60}; pass a SparsityConfig, or a "
+                'section such as {"mode": "bigbird"}'
+            )
         if heads is None:
             raise KernelError(
                 f"{type(owner).__name__}'s config names no num_attention_heads; "
@@ -204,9 +210,8 @@ def attend(
                 "use sdpa or eager for it"
             )
     if query.shape[2] != key.shape[2] or _crosses(module):
-        return _dense(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
-        )
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return _dense(module, query, key, value, attention_mask, options)
     window = kwargs.get("sliding_window")
     if window is not None and window < key.shape[2]:
         raise KernelError(
@@ -249,19 +254,15 @@ def _dense(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = attention_mask.to(torch.bool)[:, None, None, :]
     out: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-        is_causal=is_causal, **kwargs,
-    )  # fmt: skip
+        module, query, key, value, attention_mask, **options
+    )
     return out
 
 
@@ -323,13 +324,24 @@ def extend_position_embedding(model: M, max_position: int) -> M:
     Raises:
         KernelError: fewer positions than the model has, a sharded table, or a model without
             positions.
+        ConfigError: no number of positions.
     """
+    check_size(max_position, "max_position", "positions")
+    config = getattr(model, "config", None)
+    text = None if config is None else config.get_text_config()
     tables = [
         (module, name)
         for module in model.modules()
         for name in _TABLES
         if isinstance(getattr(module, name, None), nn.Embedding)
     ]
+    if text is None or not (tables or hasattr(text, "max_position_embeddings")):
+        raise KernelError(
+            f"{type(model).__name__} has neither a table of positions nor max_position_embeddings "
+            "in a configuration; there is nothing to extend"
+        )
+    if not tables:
+        _refuse_fewer(max_position, text.max_position_embeddings)
     extra = 0
     for module, name in tables:
         table = getattr(module, name)
@@ -337,13 +349,7 @@ def extend_position_embedding(model: M, max_position: int) -> M:
         _tile(table, before, max_position)
         _lengthen(module, before + max_position)
         extra = before
-    config = model.config.get_text_config()
-    if not tables and not hasattr(config, "max_position_embeddings"):
-        raise KernelError(
-            f"{type(model).__name__} has neither a table of positions nor max_position_embeddings; "
-            "there is nothing to extend"
-        )
-    config.max_position_embeddings = max_position + extra
+    text.max_position_embeddings = max_position + extra
     return model
 
 
@@ -355,13 +361,17 @@ def _tile(table: nn.Embedding, before: int, positions: int) -> None:
             "before hf_zero.initialize"
         )
     rows_of_model = rows.shape[0] - before
-    if positions < rows_of_model:
-        raise KernelError(
-            f"max_position is {positions}, but the model has {rows_of_model} positions already"
-        )
+    _refuse_fewer(positions, rows_of_model)
     source = torch.arange(positions, device=rows.device) % rows_of_model + before
     table.weight.data = torch.cat([rows[:before], rows[source]])
     table.num_embeddings = before + positions
+
+
+def _refuse_fewer(positions: int, of_model: int) -> None:
+    if positions < of_model:
+        raise KernelError(
+            f"max_position is {positions}, but the model has {of_model} positions already"
+        )
 
 
 def _lengthen(module: nn.Module, length: int) -> None:

@@ -30,7 +30,7 @@ def read(config: object, stage: int | None, strategy: str) -> ZeroConfig:
     settings = ZeroConfig.coerce(config, allow_auto=True)
     if stage not in (None, settings.stage):
         raise ConfigError(
-            f"{strategy}(stage={stage}) contradicts its config, which says stage "
+            f"{strategy}(stage={stage!r}) contradicts its config, which says stage "
             f"{settings.stage}; give one of them"
         )
     return settings

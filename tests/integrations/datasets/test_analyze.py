@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,20 @@ def test_changed_data_is_noticed(stored: Path) -> None:
 
 TWO = datasets.Dataset.from_dict({"title": ["a"], "text": ["b"]})
 BOTH = datasets.DatasetDict(a=TWO, b=TWO)
+NESTED = datasets.Dataset.from_dict({"input_ids": [[[1], [2]], [[3]]]})
+MESSAGES = datasets.Dataset.from_dict({"messages": [[{"role": "user", "content": "Hello"}]]})
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (None, {"metric": "seq_len"}, "'seq_len' is none of seqlen, vocab_rarity"),
     (None, {"metric": "math:no_such"}, "'math:no_such' cannot be imported"),
     (None, {"metric": "math:pi"}, "'math:pi' is a float"),
+    (None, {"metric": ":pi"}, "':pi' cannot be imported"),
+    (None, {"metric": None}, "metric is None; write seqlen or"),
+    (None, {"workers": 0}, r"analyze\(workers=0\)"),
+    (None, {"workers": "7B"}, r"analyze\(workers='7B'\)"),
+    (None, {"column": 5}, r"analyze\(column=5\)"),
+    (5, {}, "the dataset is a int, whose samples have no numbers"),
+    (NESTED, {"metric": "vocab_rarity"}, "column 'input_ids' holds list"),
+    (MESSAGES, {}, "column 'messages' holds list"),
     (None, {"column": "inputs_ids"}, "no column 'inputs_ids' among"),
     (None, {"column": "label"}, "column 'label' holds int64"),
     (None, {"split": "train"}, "one dataset without splits"),
@@ -165,6 +176,19 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (BOTH, {}, "the dataset has several splits; choose one of a, b"),
     ([{3: 1}], {}, "a sample has no field 'input_ids'; it has 3"),
 ]
+
+
+def test_functions_without_a_name_of_their_own(tmp_path: Path) -> None:
+    metric = partial(sorted, key=len)  # a callable without __qualname__
+
+    class Length:
+        def __call__(self, sample: dict[str, Any]) -> int:
+            return len(sample["input_ids"])
+
+    index = hf_zero.analyze(tokenized(), Length(), out=tmp_path)
+    assert index.metric.endswith("Length")
+    with pytest.raises(DifficultyIndexError, match="the metric gave"):
+        hf_zero.analyze(tokenized(), metric, out=tmp_path)
 
 
 def test_mistakes(tmp_path: Path) -> None:

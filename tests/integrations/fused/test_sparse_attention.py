@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_zero.errors import KernelError
+from hf_zero.errors import ConfigError, KernelError
 from hf_zero.integrations.fused.sparse_attention import (
     ATTRIBUTE,
     NAME,
@@ -140,7 +140,10 @@ REFUSED: dict[str, Any] = {
     "sliding window of 3": lambda: scores(sliding_window=3),
     "nothing to extend": without_positions,
     r"before hf_zero\.initialize": sharded_table,
-    "positions already": lambda: extend_position_embedding(made("gpt2"), 20),
+    "20, but the model has 130 positions": lambda: extend_position_embedding(made("gpt2"), 20),
+    "21, but the model has 130 positions": lambda: extend_position_embedding(made("llama"), 21),
+    "in a configuration; there": lambda: extend_position_embedding(torch.nn.Linear(2, 2), 9),
+    "sparse_attention is 5; pass": lambda: sparsify(made("bert"), 5),  # type: ignore[arg-type]
 }
 
 
@@ -148,6 +151,12 @@ REFUSED: dict[str, Any] = {
 def test_what_is_refused(said: str) -> None:
     with pytest.raises(KernelError, match=said):
         REFUSED[said]()
+
+
+@in_one_item([0, -5, 2.5, None, "7B"])
+def test_positions_are_counted(count: Any) -> None:
+    with pytest.raises(ConfigError, match=f"max_position = {count!r} is not a number of positions"):
+        extend_position_embedding(made("llama"), count)
 
 
 @in_one_item(["roberta", "distilbert", "gpt2", "llama"])
