@@ -46,10 +46,33 @@ NOT_BUILT = {
 def main(args: Sequence[str] | None = None) -> None:
     """Run the ``deepspeed`` command: start a script on the hosts of a hostfile, or on this machine.
 
-    Ends the process with the exit code of a failure.
+    Ends the process with the exit code of a failure. Raises NotBuiltError and ConfigError for
+    options that hf-zero does not have or that contradict each other.
     """
     options = parse_args(args)
     runner = RUNNERS.get(options.launcher.lower())
+    _refuse_options(options, runner)
+    os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if options.quiet else options.log_level)
+    warn_once()
+    default = Path(DEFAULT_HOSTFILE) if Path(DEFAULT_HOSTFILE).is_file() else None
+    hostfile = Path(options.hostfile) if options.hostfile else default
+    folders = dict.fromkeys((Path.home(), Path.cwd()))
+    files = [file for folder in folders if (file := folder / ENVIRONMENT_FILE).is_file()]
+    if runner is not None:
+        _run_by(runner, options, hostfile, files)
+        return
+    request = _request(options, hostfile, files)
+    planned = plan(request, _ranks_here)
+    refuse_missing(request)
+    code = carry_out(planned)
+    if code:
+        sys.exit(code)
+
+
+def _refuse_options(options: argparse.Namespace, runner: type[MultiNodeRunner] | None) -> None:
+    """Raise NotBuiltError for options that ``runner``, or hf-zero without one, does not have, and
+    ConfigError for numbers beside filters.
+    """
     for name, instead in NOT_BUILT.items():
         built = {"launcher_args": runner, "enable_each_rank_log": runner is None}.get(name)
         if getattr(options, name) and not built:
@@ -66,19 +89,11 @@ def main(args: Sequence[str] | None = None) -> None:
             "--num_nodes and --num_gpus cannot be given with --include or --exclude; write the "
             "hosts and slots there"
         )
-    os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if options.quiet else options.log_level)
-    warn_once()
-    default = Path(DEFAULT_HOSTFILE)
-    hostfile = (
-        Path(options.hostfile) if options.hostfile else default if default.is_file() else None
-    )
-    files = [Path(folder, ENVIRONMENT_FILE) for folder in (Path.home(), Path.cwd())]
-    files = [file for file in dict.fromkeys(files) if file.is_file()]
-    if runner is not None:
-        _run_by(runner, options, hostfile, files)
-        return
-    log_dir = Path(options.enable_each_rank_log) if options.enable_each_rank_log else None
-    request = Request(
+
+
+def _request(options: argparse.Namespace, hostfile: Path | None, files: Sequence[Path]) -> Request:
+    """Return the request to ``hf_zero.launch`` for ``options``."""
+    return Request(
         options.user_script, tuple(options.user_args), options.module, options.no_python,
         local_rank_argument=not options.no_local_rank, hostfile=hostfile,
         include=options.include, exclude=options.exclude,
@@ -86,14 +101,10 @@ def main(args: Sequence[str] | None = None) -> None:
         master_addr=options.master_addr or None,
         master_port=options.master_port or (DEFAULT_PORT if options.no_ssh else None),
         node_rank=_unless_negative(options.node_rank) if options.no_ssh else None,
-        env_files=tuple(files), log_dir=log_dir, ssh=_ssh(options.launcher.lower()),
-        ssh_port=options.ssh_port,
+        env_files=tuple(files),
+        log_dir=Path(options.enable_each_rank_log) if options.enable_each_rank_log else None,
+        ssh=_ssh(options.launcher.lower()), ssh_port=options.ssh_port,
     )  # fmt: skip
-    planned = plan(request, _ranks_here)
-    refuse_missing(request)
-    code = carry_out(planned)
-    if code:
-        sys.exit(code)
 
 
 def _ssh(launcher: str) -> str | None:
@@ -258,7 +269,7 @@ def parse_range_list(range_str: str) -> list[int]:
     invalid list, or one that does not ascend.
     """
     numbers: list[int] = []
-    for part in range_str.split(","):
+    for part in str(range_str).split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"{part!r} in {range_str!r} is not a range; write 3, or 2-4")
