@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 import hf_zero
-from hf_zero.checkpoint.foreign import torch_files
+from hf_zero.checkpoint.foreign import tensor_ranges
 from hf_zero.checkpoint.foreign.assembled import ForeignFile, Widened
 from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
-from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor, load_pickle
+from hf_zero.checkpoint.foreign.tensor_ranges import MappedFiles, SavedTensor
+from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.reduce.losses import Fp16LossScaler
@@ -101,7 +102,7 @@ def test_a_tensor_in_the_middle_of_a_file_that_is_damaged(tmp_path, monkeypatch)
     held = saved(tmp_path, VALUES)
     shell = torch.empty(5000, device="meta")
     shell.untyped_storage()._checkpoint_offset = held.length - 8  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch_files, "load", lambda *_: shell)
+    monkeypatch.setattr(tensor_ranges, "load_range", lambda *_: shell)
     with pytest.raises(CheckpointError, match=r"'w' at byte 77 reaches beyond its record"):
         held.read(0, torch.empty(1))
 
@@ -224,7 +225,7 @@ def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
 
 def test_what_lies_in_no_file_is_left_to_memory(tmp_path, loaded, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(torch_files, "MAPS", tmp_path / "none")
+        patch.setattr(tensor_ranges, "MAPS", tmp_path / "none")
         assert not read(MappedFiles(), loaded)[0], "the system does not tell"
     files, another = MappedFiles(), MappedFiles()
     assert not read(files, VALUES)[0]

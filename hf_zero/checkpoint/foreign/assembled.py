@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.foreign.torch_files import MappedFiles
+from hf_zero.checkpoint.foreign.tensor_ranges import MappedFiles
 from hf_zero.checkpoint.manifest import (
     BUFFER,
     Chunk,
