@@ -207,7 +207,7 @@ def test_speeds_of_links():
         ("1Tbit", 1e12, "1 Tbit/s"),
     ):
         assert parse_rate(text) == bits and rate_in_units(bits) == shown
-    for text in ("fast", "0Gbit", "1GB", "-1Mbit"):
+    for text in ("fast", "0Gbit", "1GB", "-1Mbit", f"{'9' * 308}Gbit"):
         with pytest.raises(ConfigError, match=text):
             parse_rate(text)
 
