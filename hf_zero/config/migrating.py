@@ -133,27 +133,20 @@ def _settle(after: dict[str, object], findings: Findings, source: str, check: Ch
     """Read the result as a whole: add to ``findings`` what contradicts, what ``initialize`` would
     refuse and what has no effect beside other keys; return the result without the latter.
     """
+    readable = _without_missing_file(after)
     try:
-        config = ZeroConfig.from_dict(_here(after), source=source, allow_auto=True)
+        config = ZeroConfig.from_dict(readable, source=source, allow_auto=True)
     except NotBuiltError as error:
         keys = _offenders(str(error), findings, source)
         if not keys:
-            findings.add("", None, "to fix", _said(error, source))
+            findings.add("", None, "to fix", _reason_of(error, source))
             return after
-        findings.mark(dict.fromkeys(keys, ("left out", _said(error, source))))
+        findings.mark(dict.fromkeys(keys, ("left out", _reason_of(error, source))))
         return _settle(_without(after, keys), findings, source, check)
     except ConfigError as error:
         for message in Mistakes.texts(error):
-            keys = _offenders(message, findings, source)
-            of_file = [
-                finding for finding in findings if finding.key in keys and _names_file(finding.key)
-            ]
-            if of_file:
-                note = f"{message}; {of_file[0].note}"
-                findings.mark({of_file[0].key: ("to fix", note)})
-            else:
-                findings.add(", ".join(keys), None, "to fix", message)
-        reading = read_any(_here(after), source)
+            _add_mistake(message, findings, source)
+        reading = read_any(readable, source)
         given, autos = reading.given(), frozenset(reading.autos)
     else:
         values = {row.key: row.value for row in config.explain()}
@@ -171,6 +164,18 @@ def _settle(after: dict[str, object], findings: Findings, source: str, check: Ch
     }
     findings.mark(idle)
     return _without(after, idle)
+
+
+def _add_mistake(message: str, findings: Findings, source: str) -> None:
+    """Add the ``message`` of an error about the result: to the finding of the file that it reads,
+    if it names that.
+    """
+    keys = _offenders(message, findings, source)
+    of_file = [finding for finding in findings if finding.key in keys and _names_file(finding.key)]
+    if of_file:
+        findings.mark({of_file[0].key: ("to fix", f"{message}; {of_file[0].note}")})
+    else:
+        findings.add(", ".join(keys), None, "to fix", message)
 
 
 def _idle(finding: KeyFinding, values: Mapping[str, object], autos: Collection[str]) -> str:
@@ -218,7 +223,7 @@ def _path(written: str) -> str:
     return TRANSLATED.get(name, name) if name != written else canonical(name)
 
 
-def _here(after: JsonObject) -> dict[str, object]:
+def _without_missing_file(after: JsonObject) -> dict[str, object]:
     """Return ``after`` without the name of a file that is not on this machine."""
     path = after.get("deepspeed_config", {}).get("deepspeed_config_file")
     if path is None or os.path.exists(path):
@@ -340,10 +345,10 @@ def _mistaken(
     active = path in KEYS and KEYS[path].status is Status.ACTIVE
     wrong = (active or path in ACCELERATE_KEYS) and path not in reading.values
     fix = (wrong and not isinstance(error, NotBuiltError)) or lost
-    return KeyFinding(written, value, "to fix" if fix else "left out", _said(error, source))
+    return KeyFinding(written, value, "to fix" if fix else "left out", _reason_of(error, source))
 
 
-def _lost(written: str, value: object) -> bool:
+def _may_be_meant(written: str, value: object) -> bool:
     """Return whether an unknown key of an Accelerate file may be meant for a known one, or belongs
     elsewhere: the run would lose its effect.
     """
@@ -366,8 +371,10 @@ def _lost(written: str, value: object) -> bool:
     )
 
 
-def _said(error: HfZeroError, source: str) -> str:
-    """Return the message without names of file and key, and without advice to remove the key."""
+def _reason_of(error: HfZeroError, source: str) -> str:
+    """Return the message of ``error`` without names of file and key, and without advice to remove
+    the key.
+    """
     message = str(error)
     if "; known here: " in message or message.endswith("lists the keys"):
         return "not known here"
@@ -505,7 +512,9 @@ def _judge(
         findings.add(written, value, "left out", "a comment")
     elif reading.mistakes:
         path = written if written == name else TRANSLATED.get(name, name)
-        findings.append(_mistaken(written, value, reading, path, source, _lost(written, value)))
+        findings.append(
+            _mistaken(written, value, reading, path, source, _may_be_meant(written, value))
+        )
     elif written in ACCELERATE_KEYS and value in (None, {}, ""):
         findings.add(written, value, "no effect", "it is empty")
     elif written != name and key is not None and key.status is Status.INERT:

@@ -67,9 +67,11 @@ class Terms:
 
     @property
     def plain(self) -> bool:
+        """Return whether the loss is -log softmax of scaled logits."""
         return not (self.label_smoothing or self.softcap)
 
     def numbers(self) -> tuple[int, float, float, float]:
+        """Return them in the order of the last arguments of ``CROSS_ENTROPY``."""
         return self.ignore_index, self.label_smoothing, self.softcap, self.scale
 
 
@@ -87,6 +89,7 @@ class Wanted:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over values of ``dtype``: fp32, or fp64 of fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -170,6 +173,7 @@ def _product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: b
 def _logits(
     into: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
+    """Write the logits of ``hidden`` [n, width] over ``into`` [n, vocabulary]."""
     if bias is None:
         torch.mm(hidden, weight.t(), out=into)
     else:
@@ -177,6 +181,7 @@ def _logits(
 
 
 def _chunks(tokens: int, rows: int) -> Iterator[slice]:
+    """Yield the chunks of ``tokens``, of ``rows`` each but for the last."""
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
 
@@ -189,7 +194,15 @@ def losses_and_gradients(
     wanted: Wanted,
     rows: int,
 ) -> tuple[torch.Tensor, Gradients]:
-    """Return the sum of the losses (a scalar) and its gradients."""
+    """Return the sum of the losses (a scalar) and its gradients.
+
+    Args:
+        hidden: [tokens, width], the input of the head.
+        weight, bias: of the head, [vocabulary, width] and [vocabulary].
+        labels: [tokens]; those equal to ``terms.ignore_index`` do not count.
+        wanted: the gradients to compute; if none is, the losses alone.
+        rows: tokens of a chunk (:func:`rows_of_a_chunk`).
+    """
     grads = Gradients(hidden, weight, wanted)
     compute = _on_host if _is_on_host(hidden) else _by_kernel
     return compute(hidden, weight, bias, labels, terms, grads if wanted.any else None, rows), grads
@@ -218,6 +231,9 @@ def _by_kernel(
     grads: Gradients | None,
     rows: int,
 ) -> torch.Tensor:
+    """Compute the losses by the kernel or its reference, of all rows: to find those that count
+    would wait for the device.
+    """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     total = hidden.new_zeros((), dtype=accumulator_dtype(hidden.dtype))
     one = None if grads is None else hidden.new_ones(1, dtype=torch.float32)

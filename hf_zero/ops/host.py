@@ -76,8 +76,8 @@ def adam(
         if not 0 <= beta < (1 if name == "beta2" else math.inf) or beta == 1:
             raise KernelError(f"adam: {name} is {beta}, for which there is no bias correction")
     shared = _shared("adam", master, grad, divisor, maximize, out, _key(seed, step), first, on_host)
-    _moment("adam", "exp_avg", exp_avg, master, first, signed=True)
-    _moment("adam", "exp_avg_sq", exp_avg_sq, master, first, signed=False)
+    _check_moment("adam", "exp_avg", exp_avg, master, first, signed=True)
+    _check_moment("adam", "exp_avg_sq", exp_avg_sq, master, first, signed=False)
     if max_exp_avg_sq is not None:
         flat("adam", "max_exp_avg_sq", max_exp_avg_sq, FP32, master.numel(), master.device.type)
     past = step if corrected else math.inf  # the step at which the corrections are 1
@@ -93,8 +93,8 @@ def adam(
     core = core_for(master)
     if core is not None:
         moments = {
-            **_placed("mean", exp_avg),
-            **_placed("square", exp_avg_sq),
+            **_moment_addresses("mean", exp_avg),
+            **_moment_addresses("square", exp_avg_sq),
             "largest": address(max_exp_avg_sq),
         }
         core.adam(**_addresses(master, grad, shared), **moments, **numbers)
@@ -133,13 +133,15 @@ def lion(
     ``exp_avg``: fp32 or bf16 [n], or signed Blocks; the rest as in :func:`adam`.
     """
     shared = _shared("lion", master, grad, divisor, maximize, out, _key(seed, 0), first, on_host)
-    _moment("lion", "exp_avg", exp_avg, master, first, signed=True)
+    _check_moment("lion", "exp_avg", exp_avg, master, first, signed=True)
     numbers = {"keep": 1 - lr * weight_decay, "beta1": beta1, "beta2": beta2, "lr": lr}
     core = core_for(master)
     if core is None:
         reference.lion(master, grad, exp_avg, **numbers, **shared)
     else:
-        core.lion(**_addresses(master, grad, shared), **_placed("mean", exp_avg), **numbers)
+        core.lion(
+            **_addresses(master, grad, shared), **_moment_addresses("mean", exp_avg), **numbers
+        )
 
 
 def adagrad(
@@ -196,7 +198,7 @@ def sgd(
     """
     shared = _shared("sgd", master, grad, divisor, maximize, out, _key(seed, 0), first, on_host)
     if momentum_buffer is not None:
-        _moment("sgd", "momentum_buffer", momentum_buffer, master, first, signed=True)
+        _check_moment("sgd", "momentum_buffer", momentum_buffer, master, first, signed=True)
     elif momentum != 0:
         raise KernelError(
             f"sgd: momentum is {momentum} and there is no momentum_buffer; give one of "
@@ -214,7 +216,7 @@ def sgd(
     if core is None:
         reference.sgd(master, grad, momentum_buffer, **numbers, **shared)  # type: ignore[arg-type]
     else:
-        moment = _placed("momentum_buffer", momentum_buffer)
+        moment = _moment_addresses("momentum_buffer", momentum_buffer)
         core.sgd(**_addresses(master, grad, shared), **moment, **numbers)
 
 
@@ -312,6 +314,9 @@ def _shared(
     first: int,
     on_host: bool = True,
 ) -> dict[str, Any]:
+    """Check what all updates take; return the settings that the native core and the references
+    share. ``op``: the name of the update, for errors; ``negate``: the gradient is ascended.
+    """
     device = "cpu" if on_host else master.device.type
     flat(op, "master", master, FP32, device=device)
     flat(op, "grad", grad, FLOATS, master.numel(), device)
@@ -325,6 +330,7 @@ def _shared(
 
 
 def _addresses(master: Tensor, grad: Tensor, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return ``shared`` with addresses in place of tensors, as the native core takes them."""
     out = shared["out"]
     places = {
         "master": address(master),
@@ -335,7 +341,10 @@ def _addresses(master: Tensor, grad: Tensor, shared: dict[str, Any]) -> dict[str
     return {**shared, **places, "out": address(out), "out_kind": kind(out)}
 
 
-def _moment(op: str, name: str, moment: Moment, master: Tensor, first: int, signed: bool) -> None:
+def _check_moment(
+    op: str, name: str, moment: Moment, master: Tensor, first: int, signed: bool
+) -> None:
+    """Raise KernelError for a moment that ``op`` of ``master`` cannot update."""
     device = master.device.type
     if isinstance(moment, Tensor):
         flat(op, name, moment, _MOMENTS, master.numel(), device)
@@ -352,7 +361,8 @@ def _moment(op: str, name: str, moment: Moment, master: Tensor, first: int, sign
         )
 
 
-def _placed(name: str, moment: Moment | None) -> dict[str, int]:
+def _moment_addresses(name: str, moment: Moment | None) -> dict[str, int]:
+    """Return the arguments ``name`` of the native core for ``moment``; addresses are 0 for None."""
     if isinstance(moment, Blocks):
         return {
             name: address(moment.codes),
@@ -363,4 +373,5 @@ def _placed(name: str, moment: Moment | None) -> dict[str, int]:
 
 
 def _key(seed: int, step: int) -> int:
+    """Return the key of the random bits by which moments are rounded in step ``step``."""
     return (seed * 0x9E3779B97F4A7C15 + step * 0xD1342543DE82EF95) & _LOW64

@@ -33,16 +33,10 @@ from hf_zero.logging import logger
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_RANGE = ctypes.c_void_p, ctypes.c_size_t  # address and bytes
+_LIBC.mmap.argtypes = (*_RANGE, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.munmap.argtypes = _RANGE
+_LIBC.madvise.argtypes = (*_RANGE, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _POPULATE_WRITE = 23  # for madvise, since Linux 5.14
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call
@@ -177,21 +171,34 @@ class HostArena:
             raise self._refused(requested, f"{free / 1e9:.2f} GB are free")
         registers = self._device is not None and pinned.registers(self._device)
         if self._pins and not registers and file is None:
-            return self._allocate(requested, nbytes)[: numel * dtype.itemsize].view(dtype)
-        address = _LIBC.mmap(
-            None,
-            nbytes,
-            mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file is None else mmap.MAP_SHARED,
-            -1 if file is None else file,
-            0,
-        )
+            return self._allocate(requested, nbytes)[:requested].view(dtype)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file is None else mmap.MAP_SHARED
+        address = _LIBC.mmap(None, nbytes, access, kind, -1 if file is None else file, 0)
         if address == _MAP_FAILED:
             raise self._refused(
                 requested,
                 f"the system says: {os.strerror(ctypes.get_errno())} (see ulimit -v); "
                 f"{free / 1e9:.2f} GB are free",
             )
+        self._advise(address, nbytes, huge_pages)
+        try:
+            if file is not None:
+                # behind the policy; a page that is missing later would be a signal
+                os.posix_fallocate(file, 0, requested)
+            if error := _bring_in(address, nbytes):
+                why = f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free"
+                raise self._refused(requested, why)
+        except BaseException:
+            _LIBC.munmap(address, nbytes)
+            raise
+        unregister = self._register(address, nbytes) if registers else None
+        memory = self._held(address, nbytes)
+        weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    def _advise(self, address: int, nbytes: int, huge_pages: bool) -> None:
+        """Tell the system where pages of mapped memory belong, before the first write to them."""
         for advice in ("MADV_DONTFORK", *(["MADV_HUGEPAGE"] if huge_pages else [])):
             # a kernel without huge pages refuses the last; small pages work too
             if hasattr(mmap, advice):
@@ -204,22 +211,6 @@ class HostArena:
                 self._device,
             )
             self._node = None
-        if file is not None:
-            try:  # behind the policy; a page that is missing later would be a signal
-                os.posix_fallocate(file, 0, requested)
-            except OSError:
-                _LIBC.munmap(address, nbytes)
-                raise
-        error = _bring_in(address, nbytes)
-        if error:
-            _LIBC.munmap(address, nbytes)
-            raise self._refused(
-                requested, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free"
-            )
-        unregister = self._register(address, nbytes) if registers else None
-        memory = self._held(address, nbytes)
-        weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
-        return torch.frombuffer(memory, dtype=dtype, count=numel)
 
     def _held(self, address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         """Return the bytes at ``address``, counted as long as a tensor on them lives."""
@@ -241,6 +232,7 @@ class HostArena:
         return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
     def _refused(self, nbytes: int, why: str) -> HostMemoryError:
+        """Return the error for ``nbytes`` of memory that cannot be had."""
         return HostMemoryError(
             f"{nbytes / 1e9:.2f} GB of host memory for offloaded state are not to be had: {why}. "
             "Offload to nvme instead, use more ranks, or "
@@ -261,7 +253,10 @@ class HostArena:
         logger.warning(
             "the driver does not pin %d bytes of host memory (error %d%s). It stays pageable: "
             "copies to %s will be slower",
-            nbytes, error, reason, self._device,
-        )  # fmt: skip
+            nbytes,
+            error,
+            reason,
+            self._device,
+        )
         self._pins = False
         return None

@@ -83,9 +83,16 @@ class OneBitLamb(SendsMomentum, Lamb):
                 f"OneBitLamb: factor_threshold is {factor_threshold}; give a number above 0"
             )
         super().__init__(
-            params, lr, betas, eps, weight_decay, bias_correction=bias_correction,
-            max_coeff=max_coeff, min_coeff=min_coeff, eps_inside_sqrt=eps_inside_sqrt
-        )  # fmt: skip
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+            eps_inside_sqrt=eps_inside_sqrt,
+        )
         bounds = dict(zip(FACTOR_SETTINGS, (factor_min, factor_max, factor_threshold)))
         for key, value in {"coeff_beta": coeff_beta, **bounds}.items():
             self.defaults[key] = value
@@ -94,10 +101,12 @@ class OneBitLamb(SendsMomentum, Lamb):
         log_idle_settings(self, cuda_aware=cuda_aware, comm_backend_name=comm_backend_name)
 
     def is_dense(self, step: int) -> bool:
+        """Return whether ``step``, from 1, sends whole gradients: the variance is not frozen."""
         return step <= self.freeze_step
 
     @staticmethod
     def apply(group: ParamGroup, parts: Parts) -> None:
+        """Make a step of LAMB, and keep the moving averages of its trust ratios."""
         Lamb.apply(group, parts)
         beta = group["coeff_beta"]
         for state, now in zip(parts.tensor_state, ratios(group, parts.norms).float()):

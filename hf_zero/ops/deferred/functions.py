@@ -21,7 +21,7 @@ from hf_zero.ops.chunked_head import accumulator_dtype
 from hf_zero.ops.deferred import heads, programs
 from hf_zero.ops.deferred.facts import named
 from hf_zero.ops.deferred.programs import Operand, Vector
-from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput
+from hf_zero.ops.deferred.tensor import HANDLERS, DeferredOutput, Derivation
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -206,9 +206,7 @@ def _cast(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         lambda value: value.to(dtype),
         (logits.program,),
         result,
-        lambda whole: function(whole, *other_args, **kwargs),
-        (logits,),
-        (),
+        Derivation(lambda whole: function(whole, *other_args, **kwargs), (logits,), (logits,)),
         widens=dtype == accumulator_dtype(logits.dtype),
     )
 
@@ -265,7 +263,7 @@ def _elementwise(function: Callable[..., torch.Tensor], args: Args, kwargs: Kwar
             filled[at] = tensor
         return function(*filled, **kwargs)
 
-    return logits.step(step, nodes, like, replay, deferred, tensors)
+    return logits.step(step, nodes, like, Derivation(replay, (*deferred, *tensors), deferred))
 
 
 def _argument(
@@ -325,9 +323,8 @@ def _softmax(function: Callable[..., object], args: Args, kwargs: Kwargs) -> Any
         return NotImplemented
     step = programs.log_softmax if "log" in function.__name__ else _softmax_over_last
     like = step(_some_rows(logits), dtype)
-    return logits.step(
-        step, (logits.program, dtype), like, lambda value: step(value, dtype), (logits,), ()
-    )
+    derivation = Derivation(lambda value: step(value, dtype), (logits,), (logits,))
+    return logits.step(step, (logits.program, dtype), like, derivation)
 
 
 def _softmax_over_last(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

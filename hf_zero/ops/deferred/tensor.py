@@ -19,7 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -40,6 +40,19 @@ HANDLERS: dict[object, Callable[..., object]] = {}
 OF_GRADIENTS: dict[object, Callable[..., object]] = {}  # the same, of computed ones too
 _grad_fn: Any = torch.Tensor.grad_fn
 _materialized: set[str] = set()  # operations that were named in the log
+
+
+class Derivation(NamedTuple):
+    """How the plain value of a deferred tensor is computed: ``function(*inputs)``.
+
+    parents: the deferred tensors of which it is a copy or, with ``alias``, a view; they come first
+    among the inputs. The output of a call has none.
+    """
+
+    function: Callable[..., torch.Tensor]
+    inputs: tuple[torch.Tensor, ...]
+    parents: tuple[DeferredOutput, ...] = ()
+    alias: bool = False
 
 
 class DeferredOutput(torch.Tensor):
@@ -74,23 +87,22 @@ class DeferredOutput(torch.Tensor):
             rows, *parameters = tensors
             return call.compute(call.entering(rows), *parameters)
 
-        replay = call.autocast.during(compute)
-        inputs = (rows, *call.tensors)
-        return cls._made(node, empty, rows.device, (), replay, inputs, False)
+        derivation = Derivation(call.autocast.during(compute), (rows, *call.tensors))
+        return cls._create(node, empty, rows.device, derivation)
 
     @classmethod
-    def _made(
+    def _create(
         cls,
         program: Node,
         like: torch.Tensor,
         device: torch.device,
-        parents: tuple[DeferredOutput, ...],
-        replay: Callable[..., torch.Tensor],
-        inputs: tuple[torch.Tensor, ...],
-        alias: bool,
+        derivation: Derivation,
         detached: bool = False,
     ) -> DeferredOutput:
-        """Return a tensor with the metadata of ``like``; ``replay(*inputs)`` is its value."""
+        """Return a tensor on ``device`` with the shape, strides and dtype of ``like``, whose rows
+        ``program`` computes.
+        """
+        replay, inputs, parents, alias = derivation
         records = (
             not detached
             and torch.is_grad_enabled()
@@ -291,9 +303,10 @@ class DeferredOutput(torch.Tensor):
         def replay(*_: torch.Tensor) -> torch.Tensor:
             return _computed(step).reshape(like.shape)
 
-        return self._made(step, like, self.device, (), replay, (), False, detached=True)
+        return self._create(step, like, self.device, Derivation(replay, ()), detached=True)
 
     def _raw_value(self) -> torch.Tensor:
+        """Return the plain value without a graph."""
         if self.whole is not None:
             return self.whole.detach()
         if self.raw is None:
@@ -324,23 +337,24 @@ class DeferredOutput(torch.Tensor):
         of the plain tensor, and ``like`` has their metadata.
         """
         program = programs.selected(self.program, select)
-        return self._made(program, like, self.device, (self,), function, (self,), alias, detached)
+        derivation = Derivation(function, (self,), (self,), alias)
+        return self._create(program, like, self.device, derivation, detached)
 
     def step(
         self,
         function: Callable[..., torch.Tensor],
         inputs: tuple[object, ...],
         like: torch.Tensor,
-        replay: Callable[..., torch.Tensor],
-        parents: tuple[DeferredOutput, ...],
-        tensors: tuple[torch.Tensor, ...],
+        derivation: Derivation,
         widens: bool = False,
     ) -> DeferredOutput:
-        """Return ``function(*inputs)``, of nodes and numbers, recorded as a step."""
+        """Return ``function(*inputs)``, of nodes and numbers, recorded as a step; ``derivation``
+        has the same on plain tensors, and ``like`` the dtype and width of rows.
+        """
         node = Step(function, inputs, Autocast.now(self.device), widens)
         whole = torch.empty((*self.shape[:-1], like.shape[-1]), dtype=like.dtype, device="meta")
-        replay = node.autocast.during(replay)
-        return self._made(node, whole, self.device, parents, replay, (*parents, *tensors), False)
+        derivation = derivation._replace(function=node.autocast.during(derivation.function))
+        return self._create(node, whole, self.device, derivation)
 
     def reduced(self, function: Callable[..., torch.Tensor], *extras: torch.Tensor) -> torch.Tensor:
         """Return ``function(rows, *extras)`` [*lead, ...], computed in chunks; ``rows`` [n, width],
@@ -433,6 +447,7 @@ def _check(program: Node) -> None:
 
 
 def tell(name: str, tensor: DeferredOutput) -> None:
+    """Log once for each operation ``name`` that it has ``tensor`` computed whole."""
     if name not in _materialized:
         _materialized.add(name)
         log_rank0(

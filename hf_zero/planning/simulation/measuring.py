@@ -53,12 +53,13 @@ PASSED = 1 << 23  # elements of each tensor of the pass over memory
 
 @dataclass(frozen=True)
 class Measured:
-    """Times on the ranks at hand.
+    """Times on the ranks at hand, of which there are ``ranks``.
 
     block_seconds: of a forward and backward of ``block``. memory: bytes a second of a pass over it.
     operation: seconds of one on the tensors of a single token. latency, link: seconds of a small
     message, and bytes a second that a rank sends; None with one rank. overlap: the share of a
-    message during which computation goes on. first_write: seconds of a byte that a message writes
+    message during which computation goes on. asynchronous: the device computes while the host
+    launches the next operations. first_write: seconds of a byte that a message writes
     to memory which was released before. store: requests a second that a store answers.
     """
 
@@ -123,25 +124,19 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         )
     mesh = Mesh(ranks, device) if ranks > 1 else None
     try:
-        copied, args, kwargs = _with_inputs(model, name, rows, length)
-        real = _real(copied, device, dtype)
-        blocks = itertools.cycle([real, *(copy.deepcopy(real) for _ in range(COPIES - 1))])
-        inputs = _inputs(args, kwargs, device, dtype)
-
-        def run() -> None:
-            _pass_of(next(blocks), *inputs)()
-
-        _, small_args, small_kwargs = _with_inputs(model, name, 1, 1)
-        step = _pass_of(real, *_inputs(small_args, small_kwargs, device, dtype))
+        block = _TimedBlock(model, name, device, dtype)
+        run, run_token = block.passes(rows, length, COPIES), block.passes(1, 1)
         with _Operations() as counted:
-            step()
-        term, right, out = (torch.ones(PASSED, device=device, dtype=dtype) for _ in range(3))
+            run_token()
+        left, right, out = (torch.ones(PASSED, device=device, dtype=dtype) for _ in range(3))
         calls: dict[str, Callable[[], object]] = {
-            "block": run, "step": step, "pass": lambda: torch.add(term, right, out=out),
-        }  # fmt: skip
+            "block": run,
+            "token": run_token,
+            "pass": lambda: torch.add(left, right, out=out),
+        }
         size = 0
         if mesh is not None:
-            size = _size(sum(parameter.nbytes for parameter in real.parameters()), ranks)
+            size = _size(block.nbytes, ranks)
             calls |= _messages(mesh.shard, size, device, run)
         took = _times(calls, device, mesh)
         store = requests_a_second() if get_rank() == 0 else 0.0
@@ -150,12 +145,12 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
     finally:
         if mesh is not None:
             mesh.close()
-    memory = 3 * term.nbytes / took["pass"]
+    memory = 3 * out.nbytes / took["pass"]
     measured = Measured(
         name,
         took["block"],
         memory,
-        took["step"] / max(1, counted.number),
+        took["token"] / max(1, counted.number),
         ranks,
         latency=None,
         link=None,
@@ -302,6 +297,33 @@ def _with_inputs(
     )
 
 
+class _TimedBlock:
+    """The block ``name`` of ``model`` in ``dtype`` on ``device``, and copies of it."""
+
+    def __init__(self, model: nn.Module, name: str, device: torch.device, dtype: torch.dtype):
+        self._model, self._name, self._device, self._dtype = model, name, device, dtype
+        block = _real(_with_inputs(model, name, 1, 1)[0], device, dtype)
+        self._copies = [block, *(copy.deepcopy(block) for _ in range(COPIES - 1))]
+        self.nbytes = sum(parameter.nbytes for parameter in block.parameters())
+
+    def passes(self, rows: int, length: int, copies: int = 1) -> Callable[[], None]:
+        """Return a function that runs a forward and backward of ``rows`` sequences of ``length``
+        tokens, of the next one of ``copies`` in each call.
+        """
+        _, args, kwargs = _with_inputs(self._model, self._name, rows, length)
+        args, kwargs = _inputs(args, kwargs, self._device, self._dtype)
+        blocks = itertools.cycle(self._copies[:copies])
+
+        def run() -> None:
+            block = next(blocks)
+            out = block(*args, **kwargs)
+            out = out if isinstance(out, torch.Tensor) else out[0]
+            out.backward(out.detach())
+            block.zero_grad()
+
+        return run
+
+
 def _real(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Return ``block`` with memory and small values."""
     block.to(dtype).to_empty(device=device)
@@ -318,6 +340,8 @@ def _real(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
 def _inputs(
     args: tuple[object, ...], kwargs: dict[str, object], device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return arguments of a block with their tensors, which are on the meta device, in memory."""
+
     def real(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
@@ -327,18 +351,6 @@ def _inputs(
         return tensor.requires_grad_(value.requires_grad)
 
     return tree_map(real, args), tree_map(real, kwargs)
-
-
-def _pass_of(
-    block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Callable[[], None]:
-    def run() -> None:
-        out = block(*args, **kwargs)
-        out = out if isinstance(out, torch.Tensor) else out[0]
-        out.backward(out.detach())
-        block.zero_grad()
-
-    return run
 
 
 class _Operations(TorchDispatchMode):
