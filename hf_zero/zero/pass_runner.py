@@ -192,7 +192,8 @@ class PassRunner:
                     "accelerator.sync_gradients), or step before this backward"
                 )
         place = window.next_backward
-        ends_window = place is BackwardPlace.LAST
+        # One that only returns gradients may not tell whether other ranks hold some.
+        ends_window = place is BackwardPlace.LAST and not returns
         # A backward that no hook has seen may be followed by another one, unless a step() takes its
         # gradients in: ranks whose hooks have seen theirs have made the update by then.
         updates = (
@@ -200,7 +201,6 @@ class PassRunner:
             and self._model.updates_in_backward
             and not step.gradient.max_norm
             and (self._by_step or self.tracker.inside_backward)
-            and not returns
         )
         if updates:
             engine = self._model.engine_flats.engine()

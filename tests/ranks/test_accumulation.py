@@ -214,6 +214,31 @@ def test_a_micro_batch_without_a_loss(stage, counts, rebuilt):
 
 
 @in_turn("stage", [0, 1])
+def test_returned_gradients_after_a_micro_batch_without_a_loss(stage):
+    """``torch.autograd.grad`` leaves the gradients that another rank alone has."""
+
+    def run(rank, model):
+        def weights(returns):
+            copied = copy.deepcopy(model)
+            engine = start(copied, plain_sgd(copied), config_of(stage, Plan(accumulation=2)))
+            loss = squared(engine, At(0, 0, rank))
+            if rank == 0:
+                engine.backward(loss)
+            engine.step()
+            loss = squared(engine, At(0, 1, rank))
+            if returns:
+                torch.autograd.grad(loss, next(copied.parameters()), retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+            assert engine.global_steps == 1
+            return full_weights(engine)
+
+        oracle.compare_tensors("weights", weights(True), weights(False))
+
+    on_ranks(RANKS, run)
+
+
+@in_turn("stage", [0, 1])
 def test_a_step_that_was_refused_counts_when_it_is_repeated(stage):
     """Also on a rank whose batch has no loss."""
 
