@@ -63,11 +63,7 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         for axis in ("data", "tensor", "sequence", "expert", "pipeline", "context"):
-            if getattr(self, axis) < 1:
-                raise ConfigError(
-                    f"a job cannot be {axis} parallel over {getattr(self, axis)} ranks; name 1 "
-                    "rank or more"
-                )
+            check_size(getattr(self, axis), f"ParallelDims: {axis}")
         if self.gradient_ranks % self.expert:
             raise ConfigError(
                 f"experts cannot be spread over {self.expert} of the {self.gradient_ranks} "
@@ -88,10 +84,10 @@ class ParallelDims:
     ) -> ParallelDims:
         """Return the dimensions of ``world`` ranks, with as many data-parallel ranks as remain.
 
-        Raises ConfigError if the sizes do not divide the ranks.
+        Raises ConfigError if a size is no number of ranks, or they do not divide the ranks.
         """
-        within = tensor * sequence * context * pipeline
-        if within < 1 or world % within:
+        within = cls(1, tensor, sequence, 1, pipeline, context).world
+        if world % within:
             rings = f"{context} context x " if context > 1 else ""
             raise ConfigError(
                 f"{world} ranks cannot be {tensor} tensor x {sequence} sequence x {rings}"

@@ -40,6 +40,7 @@ from hf_zero.distributed.handle import Handle, tagged_barrier
 from hf_zero.distributed.hang_detection import Watchdog
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.errors import ConfigError, LaunchError, PartitionError, RankMismatchError
 from tests.helpers.accelerators import play_accelerator
@@ -600,3 +601,12 @@ def test_closed_connections_between_host_memories_say_so() -> None:
     transfers.close()
     with pytest.raises(RankMismatchError, match=r"rank 0 has closed its connections .* start the"):
         transfers.transfer([], [])
+
+
+def test_sizes_of_axes_are_numbers_of_ranks() -> None:
+    for axis, size in (("tensor", 0), ("tensor", "2"), ("pipeline", 1.5), ("context", True)):
+        says = rf"ParallelDims: {axis} = {size!r} is not a number of ranks; write an integer of at"
+        with pytest.raises(ConfigError, match=says):
+            ParallelDims.over(4, **{axis: size})
+    with pytest.raises(ConfigError, match=r"4 ranks cannot be 3 tensor x .*; choose sizes whose"):
+        ParallelDims.over(4, tensor=3)
