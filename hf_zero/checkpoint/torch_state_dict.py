@@ -107,9 +107,9 @@ def _replacements(torch_module: ModuleType) -> dict[str, Callable[..., object]]:
             states.load_optimizer(state_dict, info.strict)
         return None
 
-    return {function.__name__: function for function in
-            (_get_model_state_dict, _load_model_state_dict, _get_optim_state_dict,
-             _load_optim_state_dict)}  # fmt: skip
+    of_model = _get_model_state_dict, _load_model_state_dict
+    of_optimizer = _get_optim_state_dict, _load_optim_state_dict
+    return {function.__name__: function for function in (*of_model, *of_optimizer)}
 
 
 def _one_box_a_file(write: Callable[..., object]) -> Callable[..., object]:

@@ -51,12 +51,14 @@ def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Ext
     gradients fed back (LoCo); none beside momenta in one bit.
     """
     zero, section = config.zero, config.section_of(CompressedCommunication)
-    keys = _in_use({
-        f"{_ZERO}zero_quantized_gradients": zero.quantized_gradients,
-        f"{_ZERO}zero_quantized_weights": zero.quantized_weights,
-        f"{_ZERO}zero_quantized_nontrainable_weights": zero.quantized_nontrainable_weights,
-        "compressed_communication.bits": section.bits is not None,
-    })  # fmt: skip
+    keys = _in_use(
+        {
+            f"{_ZERO}zero_quantized_gradients": zero.quantized_gradients,
+            f"{_ZERO}zero_quantized_weights": zero.quantized_weights,
+            f"{_ZERO}zero_quantized_nontrainable_weights": zero.quantized_nontrainable_weights,
+            "compressed_communication.bits": section.bits is not None,
+        }
+    )
     if not keys or one_bit_of(config, optimizer) is not None:
         return {}
     four, eight = (

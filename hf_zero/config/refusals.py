@@ -167,7 +167,7 @@ _UNBUILT = {
         "ReduceLROnPlateau": _OBJECT.format("a metric at each step"),
         "WarmupLayerTokenDecayLR": "is not built: it belongs to random layer-token drop",
     },
-}  # fmt: skip
+}
 
 MULTINODE = "deepspeed_config.deepspeed_multinode_launcher"
 STANDARD = "standard"  # one accelerate launch on each host

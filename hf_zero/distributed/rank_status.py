@@ -198,9 +198,8 @@ class PostedStatus(RankStatus):
                 store.add(key, 0)
             self._opened = True
         answers = [answer.decode() for answer in store.multi_get(POLLED)]
-        version, digested, leader, ends, self.statements = (
-            int(answers[0]), int(answers[1]), answers[2], answers[3], int(answers[4])
-        )  # fmt: skip
+        version, digested, self.statements = (int(answers[at]) for at in (0, 1, 4))
+        leader, ends = answers[2:4]
         for line in ends.splitlines()[len(self._ends) :]:
             rank, state, why = json.loads(line)
             self._ends.setdefault(rank, (state, why))

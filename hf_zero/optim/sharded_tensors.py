@@ -31,10 +31,14 @@ class ShardedTensors(Tensors):
     """
 
     def __init__(
-        self, optimizer: WholeTensorOptimizer, flats: Iterable[OptimizerShard],
-        group_of: Mapping[str, int], segments: Callable[[], Iterable[Segment]], ranks: ShardRanks,
-        kernels: str | tuple[str, ...]
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: WholeTensorOptimizer,
+        flats: Iterable[OptimizerShard],
+        group_of: Mapping[str, int],
+        segments: Callable[[], Iterable[Segment]],
+        ranks: ShardRanks,
+        kernels: str | tuple[str, ...],
+    ) -> None:
         self.kernels = kernels
         self.optimizer = optimizer
         self._group_of, self._segments, self._ranks = group_of, segments, ranks

@@ -12,9 +12,10 @@ namespace HFZ_SET {
 
 constexpr int kSumLanes = 32;
 
-// The elements [at, at + n) of a row; `at` is a multiple of 8.
 HFZ_INLINE float& scale_of(const Quantized& message, int64_t block) { return static_cast<float*>(message.scales)[block]; }
 
+// Write `scale` with the signs of the elements [at, at + n) of a row into `to`, which has room for
+// whole bytes of them; `at` is a multiple of 8.
 HFZ_INLINE void signs(float* to, const Quantized& from, int64_t at, int n, float scale) {
     uint32_t magnitude;
     __builtin_memcpy(&magnitude, &scale, sizeof magnitude);

@@ -165,11 +165,25 @@ def cross_entropy_(
     if rows:
         block, warps = tile(width)
         cross_entropy_kernel[(rows,)](
-            logits, labels, losses if factors is None else factors, losses, lses,
-            logits.stride(0), width, vocabulary, ignore_index, label_smoothing, softcap, scale,
-            GRADIENT=factors is not None, FACTOR_A_ROW=factors is not None and factors.numel() > 1,
+            logits,
+            labels,
+            losses if factors is None else factors,
+            losses,
+            lses,
+            logits.stride(0),
+            width,
+            vocabulary,
+            ignore_index,
+            label_smoothing,
+            softcap,
+            scale,
+            GRADIENT=factors is not None,
+            FACTOR_A_ROW=factors is not None and factors.numel() > 1,
             KNOWN=lse is not None,
-            SMOOTHED=label_smoothing > 0, SOFTCAP=softcap > 0, BLOCK=block,
-            STAGES=stages(label_smoothing > 0), num_warps=warps,
-        )  # fmt: skip
+            SMOOTHED=label_smoothing > 0,
+            SOFTCAP=softcap > 0,
+            BLOCK=block,
+            STAGES=stages(label_smoothing > 0),
+            num_warps=warps,
+        )
     return losses, lses

@@ -64,11 +64,32 @@ def _encode(codes, scales, table, values, at, inside, blocks, known, SIGNED: tl.
 # gradient.
 @triton.jit
 def eight_bit_adam_kernel(
-    master, grad, mean, mean_scales, square, square_scales, out, mean_table, square_table, numel,
-    divisor, keep, l2, beta1, rest1, beta2, rest2, root_scale, eps, step_size,
-    NEAR: tl.constexpr, HAS_L2: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    master,
+    grad,
+    mean,
+    mean_scales,
+    square,
+    square_scales,
+    out,
+    mean_table,
+    square_table,
+    numel,
+    divisor,
+    keep,
+    l2,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    root_scale,
+    eps,
+    step_size,
+    NEAR: tl.constexpr,
+    HAS_L2: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     blocks = tl.program_id(0).to(tl.int64) * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = at < numel

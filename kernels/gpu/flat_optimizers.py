@@ -74,10 +74,28 @@ def advance_kernel(
 
 @triton.jit
 def _update_block(
-    master, grad, mean, square, out, at, length, factor, keep, l2, beta1, rest1, beta2, rest2,
-    step_size, root_scale, eps,
-    ADAM: tl.constexpr, HAS_OUT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    master,
+    grad,
+    mean,
+    square,
+    out,
+    at,
+    length,
+    factor,
+    keep,
+    l2,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    step_size,
+    root_scale,
+    eps,
+    ADAM: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Update ``BLOCK`` elements from ``at`` of a tile on; ``WHOLE``: all of them exist and every
     pointer is aligned.
     """
@@ -115,11 +133,23 @@ def _update_block(
 # without masks; tiles at the ends of segments are masked.
 @triton.jit
 def update_kernel(
-    master, grad, mean, square, out, table, coefficients, divisor, found_inf,
-    ADAM: tl.constexpr, HAS_OUT: tl.constexpr, HAS_DIVISOR: tl.constexpr, HAS_FOUND: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    master,
+    grad,
+    mean,
+    square,
+    out,
+    table,
+    coefficients,
+    divisor,
+    found_inf,
+    ADAM: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    HAS_DIVISOR: tl.constexpr,
+    HAS_FOUND: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     entry = table + tl.program_id(0).to(tl.int64) * _COLUMNS
     master_at = tl.load(entry)
     grad_at = tl.load(entry + 1)
@@ -153,58 +183,121 @@ def update_kernel(
         out_at = out_at // _LANE * _LANE
         for at in tl.range(0, TILE, BLOCK, num_stages=STAGES):
             _update_block(
-                master + master_at, grad + grad_at, mean + moment_at, square + moment_at,
-                out + out_at, at, length,
-                factor, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps, ADAM,
-                HAS_OUT, True, BLOCK,
-            )  # fmt: skip
+                master + master_at,
+                grad + grad_at,
+                mean + moment_at,
+                square + moment_at,
+                out + out_at,
+                at,
+                length,
+                factor,
+                keep,
+                l2,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                step_size,
+                root_scale,
+                eps,
+                ADAM,
+                HAS_OUT,
+                True,
+                BLOCK,
+            )
     else:
         for at in range(0, length, BLOCK):
             _update_block(
-                master + master_at, grad + grad_at, mean + moment_at, square + moment_at,
-                out + out_at, at, length,
-                factor, keep, l2, beta1, rest1, beta2, rest2, step_size, root_scale, eps, ADAM,
-                HAS_OUT, False, BLOCK,
-            )  # fmt: skip
+                master + master_at,
+                grad + grad_at,
+                mean + moment_at,
+                square + moment_at,
+                out + out_at,
+                at,
+                length,
+                factor,
+                keep,
+                l2,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                step_size,
+                root_scale,
+                eps,
+                ADAM,
+                HAS_OUT,
+                False,
+                BLOCK,
+            )
 
 
 def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Count a step in each of ``steps``, unless ``found_inf`` is not 0; return the coefficients of
+    the update of each row: [rows, COEFFICIENTS].
+    """
     rows = steps.numel()
     out = torch.zeros(rows, COEFFICIENTS, dtype=torch.float32, device=steps.device)
     if rows:
         advance_kernel[(triton.cdiv(rows, ROWS),)](
-            steps, settings, steps if found_inf is None else found_inf, out, rows,
-            found_inf is not None, ROWS,
+            steps,
+            settings,
+            steps if found_inf is None else found_inf,
+            out,
+            rows,
+            found_inf is not None,
+            ROWS,
             num_warps=1,
-        )  # fmt: skip
+        )
     return out
 
 
 def adam_(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None,
-    table: Tensor, coefficients: Tensor,
-    divisor: Tensor | None, found_inf: Tensor | None, tile: int,
-) -> None:  # fmt: skip
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    table: Tensor,
+    coefficients: Tensor,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    tile: int,
+) -> None:
     _update(
         True, master, grad, exp_avg, exp_avg_sq, out, table, coefficients, divisor, found_inf, tile
     )
 
 
 def lion_(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, out: Tensor | None, table: Tensor,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    out: Tensor | None,
+    table: Tensor,
     coefficients: Tensor,
-    divisor: Tensor | None, found_inf: Tensor | None, tile: int,
-) -> None:  # fmt: skip
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    tile: int,
+) -> None:
     _update(
         False, master, grad, exp_avg, exp_avg, out, table, coefficients, divisor, found_inf, tile
     )
 
 
 def _update(
-    adam: bool, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, out: Tensor | None,
-    table: Tensor, coefficients: Tensor,
-    divisor: Tensor | None, found_inf: Tensor | None, tile: int,
-) -> None:  # fmt: skip
+    adam: bool,
+    master: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    out: Tensor | None,
+    table: Tensor,
+    coefficients: Tensor,
+    divisor: Tensor | None,
+    found_inf: Tensor | None,
+    tile: int,
+) -> None:
     if table.shape[0] == 0:
         return
     update_kernel[(table.shape[0],)](

@@ -32,10 +32,25 @@ def _update(m, v, w, eps, decay, EPS_INSIDE: tl.constexpr):
 
 @triton.jit
 def _measure_block(
-    w, g, m, v, at, length, weights, updates,
-    beta1, rest1, beta2, rest2, eps, decay, divisor,
-    EPS_INSIDE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    w,
+    g,
+    m,
+    v,
+    at,
+    length,
+    weights,
+    updates,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    decay,
+    divisor,
+    EPS_INSIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lane = at + tl.arange(0, BLOCK)
     mask = None if WHOLE else lane < length
     other = None if WHOLE else 0.0
@@ -57,9 +72,20 @@ def _measure_block(
 # Grid: one program a tile of at most TILE elements, BLOCK of them in registers at a time.
 @triton.jit
 def lamb_measure_kernel(
-    table, partials, tiles, beta1, rest1, beta2, rest2, eps, decay, divisor,
-    EPS_INSIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table,
+    partials,
+    tiles,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    decay,
+    divisor,
+    EPS_INSIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     entry = table + program * _COLUMNS
     w = tl.load(entry).to(tl.pointer_type(tl.float32))
@@ -75,24 +101,65 @@ def lamb_measure_kernel(
         am, av = tl.multiple_of(m, 16), tl.multiple_of(v, 16)
         for at in tl.range(0, TILE, BLOCK):
             weights, updates = _measure_block(
-                aw, ag, am, av, at, length, weights, updates,
-                beta1, rest1, beta2, rest2, eps, decay, divisor, EPS_INSIDE, True, BLOCK,
-            )  # fmt: skip
+                aw,
+                ag,
+                am,
+                av,
+                at,
+                length,
+                weights,
+                updates,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                eps,
+                decay,
+                divisor,
+                EPS_INSIDE,
+                True,
+                BLOCK,
+            )
     else:
         for at in range(0, length, BLOCK):
             weights, updates = _measure_block(
-                w, g, m, v, at, length, weights, updates,
-                beta1, rest1, beta2, rest2, eps, decay, divisor, EPS_INSIDE, False, BLOCK,
-            )  # fmt: skip
+                w,
+                g,
+                m,
+                v,
+                at,
+                length,
+                weights,
+                updates,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                eps,
+                decay,
+                divisor,
+                EPS_INSIDE,
+                False,
+                BLOCK,
+            )
     tl.store(partials + program, tl.sum(weights).to(tl.float64))
     tl.store(partials + tiles + program, tl.sum(updates).to(tl.float64))
 
 
 @triton.jit
 def _apply_block(
-    w, m, v, at, length, step_size, eps, decay,
-    EPS_INSIDE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    w,
+    m,
+    v,
+    at,
+    length,
+    step_size,
+    eps,
+    decay,
+    EPS_INSIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     lane = at + tl.arange(0, BLOCK)
     mask = None if WHOLE else lane < length
     other = None if WHOLE else 0.0
@@ -106,9 +173,14 @@ def _apply_block(
 # Grid: as in the first pass.
 @triton.jit
 def lamb_apply_kernel(
-    table, step_sizes, eps, decay,
-    EPS_INSIDE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table,
+    step_sizes,
+    eps,
+    decay,
+    EPS_INSIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     entry = table + tl.program_id(0).to(tl.int64) * _COLUMNS
     w = tl.load(entry).to(tl.pointer_type(tl.float32))
     m = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
@@ -126,25 +198,53 @@ def lamb_apply_kernel(
 
 
 def measure(
-    weights: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor],
-    beta1: float, beta2: float, eps: float, decay: float, eps_inside: bool, divisor: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    weights: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    eps_inside: bool,
+    divisor: float,
+) -> tuple[Tensor, Tensor]:
+    """Run the first pass. Return the partial sums of squares of the tiles, float64 [2 * tiles]: of
+    weights, then of updates; and the bounds of the tiles of each tensor.
+    """
     table, bounds = tile_table(weights, grads, means, squares)
     tiles = table.shape[0]
     partials = torch.empty(2 * tiles, dtype=torch.float64, device=table.device)
     if tiles:
         lamb_measure_kernel[(tiles,)](
-            table, partials, tiles, beta1, 1 - beta1, beta2, 1 - beta2, eps, decay, divisor,
-            eps_inside, TILE, BLOCK,
+            table,
+            partials,
+            tiles,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            eps,
+            decay,
+            divisor,
+            eps_inside,
+            TILE,
+            BLOCK,
             num_warps=WARPS,
-        )  # fmt: skip
+        )
     return partials, bounds
 
 
 def apply(
-    weights: list[Tensor], means: list[Tensor], squares: list[Tensor], step_sizes: Tensor,
-    eps: float, decay: float, eps_inside: bool,
-) -> None:  # fmt: skip
+    weights: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    step_sizes: Tensor,
+    eps: float,
+    decay: float,
+    eps_inside: bool,
+) -> None:
+    """Run the second pass, with a step size of each tensor, which includes its trust ratio."""
     table, _ = tile_table(weights, weights, means, squares)
     if table.shape[0]:
         lamb_apply_kernel[(table.shape[0],)](

@@ -258,7 +258,14 @@ def _incomplete(contents: FolderContents, what: str) -> CheckpointError:
 
 
 def _manifest(contents: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
-    groups = contents.groups
+    optimizer = None
+    if contents.groups is not None:
+        groups = (
+            GroupEntry(g.hyperparameters, dict(g.scalars), g.parameters, g.overrides)
+            for g in contents.groups
+        )
+        optimizer = OptimizerEntry("", tuple(groups))
+    nothing: JsonObject = {"json": {}, "objects": []}
     return Manifest(
         save_id="",
         tag=contents.folder.name,
@@ -268,21 +275,18 @@ def _manifest(contents: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifes
         files=tuple(FileEntry(name, index, 0, "") for index, name in enumerate(contents.files)),
         flats=flats,
         parameters={parameter.name: parameter.dtype for parameter in contents.parameters},
-        buffers={name: (tensor.dtype, tuple(tensor.shape)) for name,
-        tensor in contents.buffers.items()},
+        buffers={name: (t.dtype, tuple(t.shape)) for name, t in contents.buffers.items()},
         aliases=contents.aliases,
         excluded=(),
         export=Export(),
-        optimizer=None if groups is None else OptimizerEntry("", tuple(GroupEntry(g.hyperparameters,
-        dict(g.scalars), g.parameters, g.overrides) for g in groups)),
+        optimizer=optimizer,
         scaler=contents.scaler,
-        lr_scheduler=None if contents.lr_scheduler is None else {"class": "", "state": {"json": {},
-        "objects": []}},
+        lr_scheduler=None if contents.lr_scheduler is None else {"class": "", "state": nothing},
         counters=contents.counters,
-        client_state={"json": {}, "objects": []},
+        client_state=nothing,
         objects=None,
         software={"written_by": contents.writer},
-    )  # fmt: skip
+    )
 
 
 def states(values: Iterable[tuple[str, torch.Tensor]], numel: int) -> dict[str, torch.Tensor]:

@@ -240,9 +240,10 @@ class LoadPreparation:
             if not memory.acts_for_host:
                 return ""
             fitting = (
-                base for base in memory.bases
+                base
+                for base in memory.bases
                 if folders.capacity(base, memory.folder(base)) >= nbytes
-            )  # fmt: skip
+            )
             base = next(fitting, memory.bases[0])
             host_folders.make_own(memory.job_folder(base))
             path = memory.folder(base) / folders.RESUME / manifest.tag

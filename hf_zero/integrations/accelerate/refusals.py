@@ -144,9 +144,8 @@ def refuse_backwards(
         )
     if getattr(self, "deepspeed_engine_wrapped", None) is None:
         raise PartitionError(
-            "accelerator.backward(loss) under ZeRO, and this Accelerator has prepared no model: no "
-            "engine has computed this loss; prepare before the loop, "
-            "model, optimizer, loader = accelerator.prepare(model, optimizer, loader), and train "
-            "the model that it returns"
+            "accelerator.backward(loss) under ZeRO, and this Accelerator has prepared no model: "
+            "no engine has computed this loss; prepare before the loop, model, optimizer, loader "
+            "= accelerator.prepare(model, optimizer, loader), and train the model that it returns"
         )
     return original(self, loss, **asked)

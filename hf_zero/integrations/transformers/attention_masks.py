@@ -70,11 +70,13 @@ def examine_preprocessing(original: Original) -> Preprocessing:
     }
     parameters = inspect.signature(original).parameters
     try:
-        result = original(**{
-            parameter.name: shown.get(parameter.name)
-            for parameter in parameters.values()
-            if parameter.name in shown or parameter.default is parameter.empty
-        })  # fmt: skip
+        result = original(
+            **{
+                parameter.name: shown.get(parameter.name)
+                for parameter in parameters.values()
+                if parameter.name in shown or parameter.default is parameter.empty
+            }
+        )
         flags = [at for at, value in enumerate(result) if value is False]
         masks = [at for at, value in enumerate(result) if getattr(value, "shape", ()) == (1, 3)]
         lengths = [at for at, value in enumerate(result) if type(value) is int and value == 3]

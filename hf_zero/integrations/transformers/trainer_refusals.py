@@ -87,8 +87,7 @@ def refuse_trial(trainer: Trainer, trial: object) -> None:
         and trainer.args.deepspeed is None
     ):
         raise ConfigError(
-            "hyperparameter_search fills the ZeRO configuration anew from the arguments of "
-            "each trial, and these have none; pass "
-            "args=hf_zero.TrainingArguments(zero_config=...) to the Trainer, in place of a "
-            "ZeroCallback or the launcher's configuration"
+            "hyperparameter_search fills the ZeRO configuration anew from the arguments of each "
+            "trial, and these have none; pass args=hf_zero.TrainingArguments(zero_config=...) to "
+            "the Trainer, in place of a ZeroCallback or the launcher's configuration"
         )

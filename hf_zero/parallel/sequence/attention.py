@@ -118,9 +118,9 @@ def _by_document(
     # [B x S, H, D]
     flat = [t.transpose(1, 2).reshape(rows * tokens, t.shape[1], -1) for t in (q, k, v)]
     places, by_length = _places(documents, rows, q.device)
-    out = torch.cat([
-        core(*(t[index].transpose(1, 2) for t in flat)).flatten(0, 1) for index in by_length
-    ])  # fmt: skip
+    out = torch.cat(
+        [core(*(t[index].transpose(1, 2) for t in flat)).flatten(0, 1) for index in by_length]
+    )
     whole = torch.empty_like(out).index_copy(0, places, out)
     return whole.view(rows, tokens, *out.shape[1:])
 

@@ -160,9 +160,8 @@ class _Comparison:
         """
         if [output.shape for output in outputs] != [output.shape for output in self.outputs]:
             raise VerificationError(
-                f"{VERIFY}: {name} has outputs of "
-                f"{[list(output.shape) for output in outputs]}, cut, and of "
-                f"{[list(output.shape) for output in self.outputs]}, whole; {_REMEDY}"
+                f"{VERIFY}: {name} has outputs of {[list(output.shape) for output in outputs]}, "
+                f"cut, and of {[list(output.shape) for output in self.outputs]}, whole; {_REMEDY}"
             )
         expected = {f"output {index}": output for index, output in enumerate(self.outputs)}
         self._compare("outputs", dict(zip(expected, outputs)), expected)
@@ -209,11 +208,13 @@ class _Comparison:
         elements = sum(value.numel() for value in expected.values())
         norm = torch.stack([value.float().norm() for value in expected.values()]).norm()
         shares = [norm * (value.numel() / max(1, elements)) ** 0.5 for value in expected.values()]
-        errors = torch.stack([
-            (actual[name].float() - want.float()).norm()
-            / (want.float().norm() + _FLOOR * share + torch.finfo(torch.float32).tiny)
-            for (name, want), share in zip(expected.items(), shares)
-        ])  # fmt: skip
+        errors = torch.stack(
+            [
+                (actual[name].float() - want.float()).norm()
+                / (want.float().norm() + _FLOOR * share + torch.finfo(torch.float32).tiny)
+                for (name, want), share in zip(expected.items(), shares)
+            ]
+        )
         errors = errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
         self._axis.dim.all_reduce(errors, f"errors of {what} ({VERIFY})", maximum=True).wait()
         allowed = max(_TOLERANCES.get(value.dtype, _OF_16_BITS) for value in actual.values())

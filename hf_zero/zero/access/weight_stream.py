@@ -93,8 +93,13 @@ class WeightStream:
         self._version: Version = version_of(engine)
         self.step = self._version.step
         self._held = [flat for flat in engine.flats if not names.held.isdisjoint(flat.parameters)]
-        asked = {"bucket": bucket, "dtype": dtype, "names and adapters": names.form,
-                 "rank0_only": rank0_only, "changed_only": changed_only}  # fmt: skip
+        asked = {
+            "bucket": bucket,
+            "dtype": dtype,
+            "names and adapters": names.form,
+            "rank0_only": rank0_only,
+            "changed_only": changed_only,
+        }
         self._chosen = self._choose(asked)
         # merged in the dtype of training, and rounded after
         self._wire = None if self._held and dtype != torch.float32 else dtype
