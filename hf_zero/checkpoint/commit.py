@@ -374,12 +374,10 @@ def remove_unlisted(final: AnyPath) -> None:
     of them if there is no manifest.
     """
     manifest = final / MANIFEST_NAME
+    listed = set[str]()
     try:
-        listed = (
-            {entry.name for entry in read_manifest(manifest).all_files()}
-            if manifest.is_file()
-            else set()
-        )
+        if manifest.is_file():
+            listed = {entry.name for entry in read_manifest(manifest).all_files()}
     except CheckpointError:
         return  # a damaged manifest no longer tells which files belong to the checkpoint
     remove_objects(

@@ -52,11 +52,9 @@ def configure(
     global _settings
     if mpu_ is not None:
         check_mpu(mpu_, process_group.get_world_size())
-    config = (
-        ZeroConfig(0)
-        if deepspeed_config is None
-        else ZeroConfig.coerce(deepspeed_config, allow_auto=True, foreign=True)
-    )
+    config = ZeroConfig(0)
+    if deepspeed_config is not None:
+        config = ZeroConfig.coerce(deepspeed_config, allow_auto=True, foreign=True)
     section, device = config.section_of(ActivationCheckpointing), process_group.default_device()
     profiles = section.profile if profile is None else profile
     waits = section.synchronize if synchronize is None else synchronize

@@ -136,8 +136,7 @@ def _in_precision_of(model: object, config: ZeroConfig) -> ZeroConfig:
     name = names[dtypes.pop()]
     log_rank0(
         f"the model is in {name} and neither bf16 nor fp16 is enabled: it trains as with {name}, "
-        'from fp32 master weights, without a loss scale; write "'
-        f'{name}": {{"enabled": true}}',
+        f'from fp32 master weights, without a loss scale; write "{name}": {{"enabled": true}}',
         logging.WARNING,
     )
     section: dict[str, object] = {"enabled": True}

@@ -70,11 +70,8 @@ class _Report:
             return
         self.under_way = True
         try:
-            texts = (
-                []
-                if isinstance(error, self.ours)
-                else [explanation(error) for explanation in explanations]
-            )
+            foreign = not isinstance(error, self.ours)
+            texts = [explanation(error) for explanation in explanations if foreign]
             for explained in filter(None, texts):
                 explained.__cause__ = error
                 kind, error = type(explained), explained

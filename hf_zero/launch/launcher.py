@@ -158,11 +158,9 @@ def _exit_and_message(who: str, code: int, note: str) -> tuple[int, str]:
     """
     if code >= 0:
         return code, f"{who} ended with code {code}{note}"
-    name = (
-        signal.Signals(-code).name
-        if -code in signal.Signals.__members__.values()
-        else f"signal {-code}"
-    )
+    name = f"signal {-code}"
+    if -code in signal.Signals.__members__.values():
+        name = signal.Signals(-code).name
     hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
     return 128 - code, f"{who} was ended by {name}{hint}{note}"
 

@@ -262,11 +262,9 @@ class NvmeFiles:
     def _grow(self, end: int, name: str) -> None:
         stripes, paths = -(-end // self._stripe), len(self._files)
         for index, (path, file) in enumerate(zip(self.paths, self._files)):
-            share = (
-                _round_up(end, ALIGNMENT)
-                if paths == 1
-                else (stripes - index + paths - 1) // paths * self._stripe
-            )
+            share = (stripes - index + paths - 1) // paths * self._stripe
+            if paths == 1:
+                share = _round_up(end, ALIGNMENT)
             have = self._sizes[index]
             if share <= have:
                 continue

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
+from hf_zero.optim import ranges
 from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.optim.whole_tensor import Parts, TensorPlace, WholeTensorOptimizer
 
@@ -243,7 +244,7 @@ class FactoredOptimizer(WholeTensorOptimizer):
         return 0.0
 
 
-class Adafactor(FactoredOptimizer):
+class Adafactor(ranges.CheckedOptimizer, FactoredOptimizer):
     """Adafactor, as in transformers.
 
     Per tensor of two dimensions and more, with gradient ``g``, weights ``w`` and step ``t``::
@@ -275,6 +276,14 @@ class Adafactor(FactoredOptimizer):
 
     MOMENTS = ("exp_avg",)
     TENSOR_STATE_NAMES = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
+    RANGES = {
+        **ranges.not_negative("weight_decay"),
+        "lr": ranges.NOT_NEGATIVE.or_none(),
+        "eps": ranges.numbers(2, ranges.NOT_NEGATIVE, "two numbers of at least 0"),
+        "clip_threshold": ranges.POSITIVE,
+        "decay_rate": ranges.NOT_POSITIVE,
+        "beta1": ranges.COEFFICIENT.or_none(),
+    }
 
     def __init__(
         self,
@@ -300,20 +309,8 @@ class Adafactor(FactoredOptimizer):
                 f"Adafactor: lr is {lr} and warmup_init is {warmup_init}, but relative_step is "
                 "false; give a learning rate, and warmup_init only with relative_step"
             )
-        if not (lr is None or float(lr) >= 0.0) or not clip_threshold > 0.0:
-            raise ConfigError(
-                f"Adafactor: lr is {lr} and clip_threshold {clip_threshold}; give numbers of at "
-                "least 0, and the latter above"
-            )
-        if min(*eps, weight_decay) < 0.0 or not decay_rate <= 0.0:
-            raise ConfigError(
-                f"Adafactor: eps is {eps}, weight_decay {weight_decay} and decay_rate "
-                f"{decay_rate}; give numbers of at least 0, and the last one of at most 0"
-            )
-        if beta1 is not None and not 0.0 <= beta1 < 1.0:
-            raise ConfigError(f"Adafactor: beta1 is {beta1}; give a number in [0, 1), or none")
         defaults = {
-            "lr": lr, "eps": tuple(eps), "clip_threshold": clip_threshold,
+            "lr": lr, "eps": eps, "clip_threshold": clip_threshold,
             "decay_rate": decay_rate, "beta1": beta1, "weight_decay": weight_decay,
             "scale_parameter": scale_parameter, "relative_step": relative_step,
             "warmup_init": warmup_init,

@@ -20,8 +20,11 @@ from hf_zero.errors import ConfigError
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import Call
 from hf_zero.ops import host
-from hf_zero.optim.cpu_base import CPUOptimizer, check_moments, check_range
+from hf_zero.optim import ranges
+from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.segments import ParamGroup, ParamState, StateArrays
+
+MOMENTS = ranges.choice("fp32", "bf16", "int8", "dynamic8")
 
 
 class CPUAdam(CPUOptimizer):
@@ -40,6 +43,11 @@ class CPUAdam(CPUOptimizer):
     """
 
     moment_names = {"exp_avg": True, "exp_avg_sq": False}
+    RANGES = {
+        **ranges.not_negative("lr", "eps", "weight_decay"),
+        "betas": ranges.BETAS,
+        "moments": MOMENTS,
+    }
 
     def __init__(
         self,
@@ -55,13 +63,8 @@ class CPUAdam(CPUOptimizer):
         maximize: bool = False,
         moments: str = "fp32",
     ) -> None:
-        check_moments(type(self).__name__, moments)
-        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            check_range(type(self).__name__, key, float(value))
-        for beta in betas:
-            check_range(type(self).__name__, "betas", beta, below=1.0)
         defaults = {
-            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "maximize": maximize, "bias_correction": bias_correction,
         }  # fmt: skip
         super().__init__(
@@ -102,6 +105,11 @@ class CPULion(CPUOptimizer):
     """
 
     moment_names = {"exp_avg": True}
+    RANGES = {
+        **ranges.not_negative("lr", "weight_decay"),
+        "betas": ranges.BETAS,
+        "moments": MOMENTS,
+    }
 
     def __init__(
         self,
@@ -113,21 +121,8 @@ class CPULion(CPUOptimizer):
         maximize: bool = False,
         moments: str = "fp32",
     ) -> None:
-        check_moments(type(self).__name__, moments)
-        check_range(type(self).__name__, "lr", float(lr))
-        check_range(type(self).__name__, "weight_decay", weight_decay)
-        for beta in betas:
-            check_range(type(self).__name__, "betas", beta, below=1.0)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": tuple(betas),
-                "weight_decay": weight_decay,
-                "maximize": maximize,
-                "moments": moments,
-            },
-        )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "maximize": maximize, "moments": moments})
 
     def update(
         self,
@@ -158,6 +153,10 @@ class CPUAdagrad(CPUOptimizer):
         ConfigError: a setting out of range.
     """
 
+    RANGES = ranges.not_negative(
+        "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"
+    )
+
     def __init__(
         self,
         params: ParamsT,
@@ -171,8 +170,6 @@ class CPUAdagrad(CPUOptimizer):
     ) -> None:
         settings = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         settings["initial_accumulator_value"] = initial_accumulator_value
-        for key, value in settings.items():
-            check_range(type(self).__name__, key, float(value))
         super().__init__(params, {**settings, "maximize": maximize})
 
     def leaves_zeros(self, group: ParamGroup) -> bool:
@@ -189,12 +186,8 @@ class CPUAdagrad(CPUOptimizer):
     ) -> None:
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            state["sum"] = torch.full(
-                param.shape,
-                float(group["initial_accumulator_value"]),
-                dtype=torch.float32,
-                device=param.device,
-            )
+            initial, device = float(group["initial_accumulator_value"]), param.device
+            state["sum"] = torch.full(param.shape, initial, dtype=torch.float32, device=device)
         state["step"] += 1
         adagrad(self.arrays(state, master), grad, None, _call(group, int(state["step"]), seed))
 
@@ -210,6 +203,11 @@ class CPUSGD(CPUOptimizer):
         ConfigError: a setting out of range, or ``nesterov`` without momentum or with dampening.
     """
 
+    RANGES = {
+        **ranges.not_negative("lr", "momentum", "weight_decay"),
+        "dampening": ranges.NUMBER,
+    }
+
     def __init__(
         self,
         params: ParamsT,
@@ -221,21 +219,17 @@ class CPUSGD(CPUOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        for key, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            check_range(type(self).__name__, key, float(value))
-        if nesterov and (momentum <= 0 or dampening != 0):
+        rates = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        rates["weight_decay"] = weight_decay
+        super().__init__(params, {**rates, "nesterov": nesterov, "maximize": maximize})
+
+    def check_group(self, group: ParamGroup) -> None:
+        super().check_group(group)
+        if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ConfigError(
                 f"{type(self).__name__}: nesterov needs momentum and no dampening, and they are "
-                f"{momentum} and {dampening}"
+                f"{group['momentum']} and {group['dampening']}; set them above 0 and to 0"
             )
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, {**settings, "maximize": maximize})
 
     def update(
         self,

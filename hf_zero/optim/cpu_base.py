@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER
 from hf_zero.ops.moment_blocks import Blocks, BlocksFormat
+from hf_zero.optim import ranges
 from hf_zero.optim.moment_formats import FORMATS, FormattedOptimizer
 from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.zero.layout.flat_layout import LARGE, Slot
 
-MOMENTS = ("fp32", "bf16", "int8", "dynamic8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class CPUOptimizer(FormattedOptimizer):
+class CPUOptimizer(ranges.CheckedOptimizer, FormattedOptimizer):
     """An optimizer of parameters in CPU memory, or on any device with ``moments="dynamic8"``: it
     updates one parameter at a time, in one pass over memory. Parameters in 16 bits get fp32 master
     weights of their own, the state ``master``.
@@ -258,15 +258,3 @@ def packed_moment(moments: str, values: Tensor, signed: bool) -> Blocks | Tensor
 def flat_moment(value: Tensor | Blocks) -> Tensor | Blocks:
     """Return ``value`` in the form that the kernels take."""
     return value if isinstance(value, Blocks) else value.view(-1)
-
-
-def check_moments(name: str, moments: str) -> None:
-    if moments not in MOMENTS:
-        raise ConfigError(f"{name}: moments is {moments!r}; write one of {', '.join(MOMENTS)}")
-
-
-def check_range(name: str, key: str, value: float, below: float | None = None) -> None:
-    """Raise ConfigError unless ``value`` is at least 0, and below ``below``."""
-    if not float(value) >= 0.0 or (below is not None and not float(value) < below):
-        expected = "a number of at least 0" if below is None else f"a number in [0, {below:g})"
-        raise ConfigError(f"{name}: {key} is {value}; give {expected}")

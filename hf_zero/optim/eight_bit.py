@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops import dynamic_map
 from hf_zero.ops.moment_blocks import Blocks
+from hf_zero.optim import ranges
 from hf_zero.optim.cpu import CPUSGD, CPUAdam, CPULion
 from hf_zero.optim.cpu_base import CPUOptimizer
 from hf_zero.optim.segments import ParamState
@@ -40,9 +41,10 @@ def keep_8_bits(optimizer: torch.optim.Optimizer, optim_bits: int, min_8bit_size
             raise ConfigError(
                 f"{kind}: optim_bits is {group['optim_bits']!r}; write 8, or 32 for moments in fp32"
             )
-        if not group["min_8bit_size"] >= LARGE:
+        size = group["min_8bit_size"]
+        if not ranges.is_number(size) or not size >= LARGE:
             raise ConfigError(
-                f"{kind}: min_8bit_size is {group['min_8bit_size']}, and moments of parameters of "
+                f"{kind}: min_8bit_size is {size!r}, and moments of parameters of "
                 f"fewer than {LARGE} elements stay in fp32: write {LARGE} or more"
             )
 

@@ -195,11 +195,9 @@ class FusedStep(StepLaunch):
             self.divide()
         if not self._is_in_place(stepped):
             self._put_in_place(segments, stepped)
-        divisor = (
-            None
-            if grad_scale is None
-            else grad_scale.detach().to(device, torch.float32).reshape(())
-        )
+        divisor = None
+        if grad_scale is not None:
+            divisor = grad_scale.detach().to(device, torch.float32).reshape(())
         tables = self._plan(stepped, shards)
 
         def launch(optimizer: torch.optim.Optimizer) -> None:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops.updates import signs
+from hf_zero.optim import ranges
 from hf_zero.optim.segments import ParamGroup, ParamState
 
 Tensors = list[Tensor]
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(ranges.CheckedOptimizer):
     """Lion.
 
     Per element, with momentum ``m``, gradient ``g`` and parameter ``w``::
@@ -39,6 +40,8 @@ class Lion(torch.optim.Optimizer):
         UnsupportedOptimizerError: in ``step``, a gradient is sparse.
     """
 
+    RANGES = {**ranges.not_negative("lr", "weight_decay"), "betas": ranges.BETAS}
+
     def __init__(
         self,
         params: ParamsT,
@@ -49,20 +52,8 @@ class Lion(torch.optim.Optimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        if not float(lr) >= 0.0:
-            raise ConfigError(f"Lion: lr is {lr}; give a learning rate of at least 0")
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ConfigError(f"Lion: betas is {betas}; give two numbers in [0, 1)")
-        if not weight_decay >= 0.0:
-            raise ConfigError(f"Lion: weight_decay is {weight_decay}; give a number of at least 0")
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "maximize": maximize, "foreach": foreach})
 
     def __setstate__(self, state: ParamState) -> None:
         super().__setstate__(state)

@@ -5,7 +5,7 @@ AdamW updates all parameters other than hidden matrices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,24 +16,14 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from hf_zero.errors import ConfigError
+from hf_zero.optim import ranges
 from hf_zero.optim.segments import ParamGroup, ParamState
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 _ADAMW = ("exp_avg", "exp_avg_sq")
-_ADJUSTMENTS = ("original", "match_rms_adamw")
-_Range = tuple[Callable[[Any], bool], str]
-_NOT_NEGATIVE: _Range = (lambda value: float(value) >= 0.0, "a number of at least 0")
-_RANGES: dict[str, _Range] = {
-    **dict.fromkeys(("lr", "weight_decay", "eps", "adam_eps"), _NOT_NEGATIVE),
-    "momentum": (lambda value: 0.0 <= value < 1.0, "a number in [0, 1)"),
-    "betas": (lambda pair: all(0.0 <= beta < 1.0 for beta in pair), "two numbers in [0, 1)"),
-    "ns_steps": (lambda value: isinstance(value, int) and 0 < value < 100, "an integer below 100"),
-    "ns_coefficients": (lambda values: len(values) == 3, "three numbers"),
-    "adjust_lr_fn": ((None, *_ADJUSTMENTS).__contains__, " or ".join(map(repr, _ADJUSTMENTS))),
-}
 
 
-class Muon(WholeTensorOptimizer):
+class Muon(ranges.CheckedOptimizer, WholeTensorOptimizer):
     """Muon for the groups with ``use_muon``, AdamW for the others.
 
     Per matrix, with gradient ``g``, momentum ``b`` and weights ``w``::
@@ -64,6 +54,16 @@ class Muon(WholeTensorOptimizer):
 
     MOMENTS = ("momentum_buffer",)
     ADOPTED_SETTINGS: Mapping[str, object] = {"use_muon": True}
+    RANGES = {
+        **ranges.not_negative("lr", "weight_decay", "eps", "adam_eps"),
+        "momentum": ranges.COEFFICIENT,
+        "ns_coefficients": ranges.numbers(3, ranges.NUMBER, "three numbers"),
+        "ns_steps": ranges.Range(
+            lambda steps: type(steps) is int and 0 < steps < 100, "an integer below 100"
+        ),
+        "adjust_lr_fn": ranges.choice("original", "match_rms_adamw", None),
+        "betas": ranges.BETAS,
+    }
 
     def __init__(
         self,
@@ -83,21 +83,15 @@ class Muon(WholeTensorOptimizer):
     ) -> None:
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps, "eps": eps,
-            "adjust_lr_fn": adjust_lr_fn, "betas": tuple(betas), "adam_eps": adam_eps,
+            "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn, "betas": betas, "adam_eps": adam_eps,
             "use_muon": use_muon,
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, object]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            _check_settings(group)
-            _check_shapes(group, len(self.param_groups) - 1)
-        except ConfigError:
-            self.param_groups.pop()
-            raise
+    def check_group(self, group: ParamGroup) -> None:
+        super().check_group(group)
+        _check_shapes(group, len(self.param_groups) - 1)
 
     @classmethod
     def moments_of(cls, group: ParamGroup) -> tuple[str, ...]:
@@ -142,15 +136,6 @@ class Muon(WholeTensorOptimizer):
             if len(shape) == 2:  # not a stand-in
                 adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape))
                 weight.add_(update, alpha=-adjusted)
-
-
-def _check_settings(group: ParamGroup) -> None:
-    """Raise ConfigError for a hyperparameter of ``group`` that is out of range. One of torch's
-    Muon has none of AdamW.
-    """
-    for name, (is_in_range, remedy) in _RANGES.items():
-        if name in group and not is_in_range(group[name]):
-            raise ConfigError(f"Muon: {name} is {group[name]!r}; give {remedy}")
 
 
 def _check_shapes(group: ParamGroup, number: int) -> None:
@@ -210,22 +195,24 @@ def muon_groups(
     Muon or by AdamW.
 
     Args:
-        params: as torch.optim takes them, with or without names.
+        params: as torch.optim takes them, with or without names. Raises ConfigError for others.
         model: Muon updates its :func:`hidden_matrices`. An attribute ``use_muon`` of a parameter
             takes precedence; without a model every parameter must have one, else ConfigError.
         muon_lr, adam_lr: learning rates of the two for groups without ``lr``; None: the
             optimizer's.
     """
     hidden = hidden_matrices(model) if model is not None else set()
-    listed = list(params)
-    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     split_groups = []
-    for group in groups:
+    for group in _listed_groups(params):
         of_muon: list[object] = []
         of_adamw: list[object] = []
         members = group["params"]
         for member in [members] if isinstance(members, Tensor) else members:
             parameter = member[1] if isinstance(member, tuple) else member  # (name, parameter)
+            if not isinstance(parameter, Tensor):
+                raise ConfigError(
+                    f"Muon: a parameter is a {type(parameter).__name__}; pass model.parameters()"
+                )
             tagged = getattr(parameter, "use_muon", None)
             if tagged is None and model is None:
                 raise ConfigError(
@@ -239,6 +226,18 @@ def muon_groups(
                 rate = {} if lr is None else {"lr": lr}
                 split_groups.append({**rate, **group, "params": chosen, "use_muon": use_muon})
     return split_groups
+
+
+def _listed_groups(params: object) -> list[dict[str, Any]]:
+    """Return ``params``, parameters or groups of them, as groups; raise ConfigError for neither."""
+    listed = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else []
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    if not listed or not all(isinstance(group, dict) and "params" in group for group in groups):
+        raise ConfigError(
+            f"Muon: params is {params!r:.80}, without parameters; pass model.parameters(), or "
+            "groups of them, dicts with 'params'"
+        )
+    return groups
 
 
 def groups_of_dialect(

@@ -24,6 +24,7 @@ from hf_zero.config.refusals import conflicts_in
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS
+from hf_zero.optim import ranges
 from hf_zero.optim.adam import Adam
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.tensor_sums import TensorSumOptimizer
@@ -63,14 +64,9 @@ class _OneBitAdamW(SendsMomentum, Adam):
         comm_backend_name: str | None = None,
     ) -> None:
         check_momentum(type(self).__name__, betas)
-        settings: dict[str, tuple[float, float] | float | Tensor] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        shared = (lr, betas, eps, weight_decay)
         super().__init__(
-            params, bias_correction=bias_correction, decoupled_weight_decay=True, **settings
+            params, *shared, bias_correction=bias_correction, decoupled_weight_decay=True
         )
         log_idle_settings(self, cuda_aware=cuda_aware, comm_backend_name=comm_backend_name)
 
@@ -194,8 +190,8 @@ class ZeroOneAdam(_OneBitAdamW):
 
 
 def check_momentum(name: str, betas: tuple[float, float]) -> None:
-    """Raise ConfigError unless the first of ``betas`` makes a momentum."""
-    if not 0.0 < betas[0] < 1.0:
+    """Raise ConfigError unless ``betas`` are two coefficients, whose first makes a momentum."""
+    if not ranges.BETAS.contains(betas) or not betas[0] > 0.0:
         raise ConfigError(
             f"{name}: betas is {betas}; the momentum that travels needs a first one in (0, 1)"
         )

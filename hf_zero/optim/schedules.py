@@ -25,6 +25,7 @@ from hf_zero.config.reading import Mistakes
 from hf_zero.config.refusals import built_name
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
+from hf_zero.logging import listed
 
 if TYPE_CHECKING:
     from hf_zero.config import SchedulerConfig
@@ -44,14 +45,20 @@ class LRSchedule(LRScheduler, ABC):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = _torch_optimizer(optimizer, type(self).__name__)
         self.last_batch_iteration = -1
-        self.base_lrs: list[Any] = [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if any(rate is None for rate in rates):
+            raise ConfigError(
+                f"{type(self).__name__} writes learning rates, and {type(self.optimizer).__name__} "
+                "makes a rate of its own (lr is None); give it lr, or leave out the scheduler"
+            )
+        self.base_lrs: list[Any] = [float(rate) for rate in rates]
         self._last_lr: list[Any] = list(self.base_lrs)
 
     def _start(self, last_batch_iteration: int) -> None:
         """Finish a constructor: -1 starts anew and writes the first values; from any other
         iteration the next step continues.
         """
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration = self._count("last_batch_iteration", last_batch_iteration, -1)
         if last_batch_iteration == -1:
             self._write()
 
@@ -80,16 +87,22 @@ class LRSchedule(LRScheduler, ABC):
         """
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration = self._count("last_batch_iteration", last_batch_iteration, -1)
         self._write()
 
     def state_dict(self) -> StateDict:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Set the iteration to the saved one and write its values into the optimizer's groups."""
-        self.last_batch_iteration = int(state_dict["last_batch_iteration"])
-        self._write()
+        """Set the iteration to the saved one and write its values into the optimizer's groups.
+        Raises ConfigError for the state of a schedule that is none of these.
+        """
+        if "last_batch_iteration" not in state_dict:
+            raise ConfigError(
+                f"{type(self).__name__}: a state dict with {listed(state_dict, 6)} has no "
+                "last_batch_iteration; load one of a schedule of DeepSpeed or hf-zero"
+            )
+        self.step(state_dict["last_batch_iteration"])
 
     def _write(self) -> None:
         self._last_lr = [float(lr) for lr in self.get_lr()]
@@ -109,10 +122,11 @@ class LRSchedule(LRScheduler, ABC):
             )
         return [float(item) for item in values]
 
-    def _number(self, name: str, value: object) -> float:
-        if not _is_number(value):
+    def _number(self, name: str, value: object, least: float = -math.inf) -> float:
+        if not _is_number(value) or value < least:
+            bound = f" of at least {least:g}" if least > -math.inf else ""
             raise ConfigError(
-                f"{self._where(name)} is {value!r}; write a number (YAML reads 1e-5 "
+                f"{self._where(name)} is {value!r}; write a number{bound} (YAML reads 1e-5 "
                 "as text: write 1.0e-5)"
             )
         return float(value)
@@ -350,7 +364,7 @@ class OneCycle(LRSchedule):
         cycle_min_lr: lower learning rate, one number or one per group.
         cycle_max_lr: upper learning rate, likewise.
         decay_lr_rate: after the cycle the learning rate is ``cycle_min_lr / (1 + decay_lr_rate *
-            intervals)``.
+            intervals)``; at least 0.
         cycle_first_step_size: optimizer steps of the rise, more than 0.
         cycle_second_step_size: optimizer steps of the fall; None for as many.
         cycle_first_stair_count: levels of the rise, 0 for a line.
@@ -395,10 +409,10 @@ class OneCycle(LRSchedule):
             second_stairs = self._count("cycle_second_stair_count", cycle_second_stair_count)
         self.halves = ((first, stairs), (second, second_stairs))
         self.total_size = first + second
-        self.decay_step_size = self._number("decay_step_size", decay_step_size)
+        self.decay_step_size = self._number("decay_step_size", decay_step_size, 0.0)
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
-        self.decay_lr_rate = self._number("decay_lr_rate", decay_lr_rate)
+        self.decay_lr_rate = self._number("decay_lr_rate", decay_lr_rate, 0.0)
         self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom)
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
         self.decay_mom_rate = self._number("decay_mom_rate", decay_mom_rate)

@@ -56,11 +56,9 @@ def without_none(state: StateArrays) -> ParamState:
 def refuse_unknown(
     optimizer: torch.optim.Optimizer, name: str, value: object, where: str
 ) -> NoReturn:
-    what = (
-        f"a tensor of shape {tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else f"a {type(value).__name__}"
-    )
+    what = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        what = f"a tensor of shape {tuple(value.shape)}"
     raise UnsupportedOptimizerError(
         f"optimizer {type(optimizer).__name__} keeps state {name!r} for {where} as {what}; a "
         "sharded optimizer can keep one number per "

@@ -37,11 +37,9 @@ class TensorSumOptimizer(WholeTensorOptimizer):
         prepared: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
         rows = [row for of in prepared for row in of]
-        sums = (
-            torch.stack([row.to(rows[0].device) for row in rows])
-            if rows
-            else torch.zeros(0, self.SUMS, dtype=torch.float64)
-        )
+        sums = torch.zeros(0, self.SUMS, dtype=torch.float64)
+        if rows:
+            sums = torch.stack([row.to(rows[0].device) for row in rows])
         totals, by_group = self.tensors.totals(parts, sums)
         self.norms = [total.sqrt() for total in by_group]
         norms = totals.sqrt().split([len(of) for of in parts])

@@ -15,12 +15,13 @@ from hf_zero.device.pinned import upload
 from hf_zero.errors import ConfigError
 from hf_zero.ops.flat_reference import sums_of_squares
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
+from hf_zero.optim import ranges
 from hf_zero.optim.segments import ParamGroup
 from hf_zero.optim.tensor_sums import TensorSumOptimizer
 from hf_zero.optim.whole_tensor import Parts
 
 
-class Lamb(TensorSumOptimizer):
+class Lamb(ranges.CheckedOptimizer, TensorSumOptimizer):
     """LAMB.
 
     Per tensor, with gradient ``g``, moments ``m`` and ``v`` and weights ``w``::
@@ -52,6 +53,10 @@ class Lamb(TensorSumOptimizer):
 
     SUMS = 2
     MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    RANGES = {
+        **ranges.not_negative("lr", "eps", "weight_decay", "min_coeff", "max_coeff"),
+        "betas": ranges.BETAS,
+    }
 
     def __init__(
         self,
@@ -66,25 +71,20 @@ class Lamb(TensorSumOptimizer):
         min_coeff: float = 0.01,
         eps_inside_sqrt: bool = False,
     ) -> None:
-        if not float(lr) >= 0.0:
-            raise ConfigError(f"Lamb: lr is {lr}; give a learning rate of at least 0")
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ConfigError(f"Lamb: betas is {betas}; give two numbers in [0, 1)")
-        if not eps >= 0.0 or not weight_decay >= 0.0:
-            raise ConfigError(
-                f"Lamb: eps is {eps} and weight_decay {weight_decay}; give numbers of at least 0"
-            )
-        if not 0.0 <= min_coeff <= max_coeff:
-            raise ConfigError(
-                f"Lamb: min_coeff is {min_coeff} and max_coeff {max_coeff}; give numbers with "
-                "0 <= min_coeff <= max_coeff"
-            )
         defaults = {
-            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff,
             "eps_inside_sqrt": eps_inside_sqrt,
         }  # fmt: skip
         super().__init__(params, defaults)
+
+    def check_group(self, group: ParamGroup) -> None:
+        super().check_group(group)
+        if not group["min_coeff"] <= group["max_coeff"]:
+            raise ConfigError(
+                f"{type(self).__name__}: min_coeff is {group['min_coeff']} and max_coeff "
+                f"{group['max_coeff']}; give numbers with 0 <= min_coeff <= max_coeff"
+            )
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the ratio ``r`` of each tensor in the last step, in the order of the groups; []
@@ -137,7 +137,7 @@ def ratios(group: ParamGroup, norms: Tensor) -> Tensor:
     return torch.where((weights > 0) & (updates > 0), ratio, torch.ones_like(ratio))
 
 
-class LARS(TensorSumOptimizer):
+class LARS(ranges.CheckedOptimizer, TensorSumOptimizer):
     """LARS.
 
     Per tensor of two dimensions and more, with gradient ``g``, momentum ``b`` and weights ``w``::
@@ -163,6 +163,11 @@ class LARS(TensorSumOptimizer):
 
     SUMS = 2
     MOMENTS = ("momentum_buffer",)
+    RANGES = {
+        **ranges.not_negative("lr", "weight_decay", "eps"),
+        "momentum": ranges.COEFFICIENT,
+        "trust_coefficient": ranges.POSITIVE,
+    }
 
     def __init__(
         self,
@@ -175,15 +180,6 @@ class LARS(TensorSumOptimizer):
         eps: float = 1e-8,
         nesterov: bool = False,
     ) -> None:
-        if not float(lr) >= 0.0:
-            raise ConfigError(f"LARS: lr is {lr}; give a learning rate of at least 0")
-        if not 0.0 <= momentum < 1.0:
-            raise ConfigError(f"LARS: momentum is {momentum}; give a number in [0, 1)")
-        if min(weight_decay, eps) < 0.0 or not trust_coefficient > 0.0:
-            raise ConfigError(
-                f"LARS: weight_decay is {weight_decay}, eps {eps} and trust_coefficient "
-                f"{trust_coefficient}; give numbers of at least 0, and the last one above"
-            )
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay,
             "trust_coefficient": trust_coefficient, "eps": eps, "nesterov": nesterov,

@@ -88,8 +88,7 @@ def layers_at(model: nn.Module, path: str | None, key: str) -> list[nn.Module]:
     if not layers:
         raise ConfigError(
             f"{key} concerns layers of a model, and {type(model).__name__} has no list of them"
-            f"{'' if path is None else f' at {path!r}'}; write where it stands, such as "
-            "model.layers"
+            f"{'' if path is None else f' at {path!r}'}; write where it stands, as model.layers"
         )
     return layers
 

@@ -287,8 +287,7 @@ def set_custom_schedule(
     if not schedules:
         raise ConfigError(
             "a function was given as the schedule of curriculum learning, which is off; write "
-            "curriculum_learning: {enabled: true, schedule_type: custom, …}, or leave the "
-            "call out"
+            "curriculum_learning: {enabled: true, schedule_type: custom, …}, or drop the call"
         )
     if not isinstance(s, Mapping):
         custom = [name for name, s in schedules.items() if s.schedule_type == "custom"]

@@ -5,6 +5,7 @@ calls, errors and words that each error says.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from hf_zero.optim import (
     build_scheduler,
 )
 from hf_zero.optim.moment_formats import refuse_on_device
+from hf_zero.optim.muon import muon_groups
 from hf_zero.optim.one_bit import one_bit_of
 from tests.helpers.cells import in_one_item
 
@@ -101,18 +103,53 @@ OF_SCHEDULES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("WarmupLR", {"warmup_num_steps": -1}, ConfigError, "warmup_num_steps of WarmupLR is -1"),
     ("WarmupLR", {"warmup_max_lr": "1e-5"}, ConfigError, "warmup_max_lr of WarmupLR is '1e-5'"),
     ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, ConfigError, r"warmup_min_lr .*\[0.1, 0.2\]"),
+    ("WarmupLR", {"last_batch_iteration": "9"}, ConfigError, "last_batch_iteration .* is '9'"),
+    *(
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, key: -1},
+            ConfigError,
+            f"{key} .*-1",
+        )
+        for key in ("decay_step_size", "decay_lr_rate")
+    ),
     ("LRRangeTest", {"lr_range_test_step_rate": None}, ConfigError, "step_rate .* is None"),
 ]
 SCHEDULES: list[Row] = [
     *((lambda row=row: schedule(*row[:2]), row[2], row[3]) for row in OF_SCHEDULES),
     (lambda: WarmupLR(3), ConfigError, "WarmupLR needs a torch.optim.Optimizer, not a int"),
+    (
+        lambda: WarmupLR(Adafactor([matrix()])),
+        ConfigError,
+        r"and Adafactor makes .*\(lr is None\); give it lr",
+    ),
+    (lambda: WarmupLR(Lion([matrix()])).step("9"), ConfigError, "last_batch_iteration .*'9'"),
+    (
+        lambda: WarmupLR(Lion([matrix()])).load_state_dict({"last_epoch": 3}),
+        ConfigError,
+        "a state dict with last_epoch has no last_batch_iteration",
+    ),
 ]
+
+WITH_BETAS = (CPUAdam, CPULion, AdamW8bit, Lion, Lamb, Muon)
+CHECKED = (*WITH_BETAS, CPUAdagrad, CPUSGD, LARS, functools.partial(Adafactor, relative_step=False))
 
 SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (CPUAdam, {"lr": -1.0}, "CPUAdam: lr is -1.0"),
     (CPUAdam, {"eps": float("nan")}, "CPUAdam: eps is nan"),
     (CPUAdam, {"moments": "fp8"}, "CPUAdam: moments is 'fp8'"),
-    (CPULion, {"betas": (-0.1, 0.9)}, "CPULion: betas is -0.1"),
+    (CPULion, {"betas": (-0.1, 0.9)}, r"CPULion: betas is \(-0.1, 0.9\); give two numbers"),
+    (CPUAdagrad, {"lr_decay": "0.1"}, "CPUAdagrad: lr_decay is '0.1'; give a number"),
+    (CPUSGD, {"dampening": None}, "CPUSGD: dampening is None"),
+    *((kind, {"lr": "0.1"}, "lr is '0.1'; give a number") for kind in CHECKED),
+    *((kind, {"lr": torch.ones(2)}, "lr is tensor.*give a number") for kind in CHECKED),
+    *(
+        (kind, {"weight_decay": float("nan"), "lr": 0.1}, "weight_decay is nan; give a number")
+        for kind in CHECKED
+    ),
+    *((kind, {"betas": 0.9}, "betas is 0.9; give two numbers") for kind in WITH_BETAS),
+    *((kind, {"betas": (0.9,)}, r"betas is \(0.9,\); give two numbers") for kind in WITH_BETAS),
+    (AdamW8bit, {"min_8bit_size": "4096"}, "min_8bit_size is '4096'.*write 4096 or more"),
     (AdamW8bit, {"optim_bits": 4}, "AdamW8bit: optim_bits is 4; write 8, or 32"),
     (AdamW8bit, {"min_8bit_size": 1000}, "min_8bit_size is 1000.*write 4096 or more"),
     (AdamW8bit, {"lr": -1.0}, "AdamW8bit: lr is -1.0"),
@@ -126,23 +163,25 @@ SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (Lamb, {"max_coeff": 0.1, "min_coeff": 0.2}, "min_coeff is 0.2 and max_coeff 0.1"),
     (LARS, {"lr": -1.0}, "LARS: lr is -1.0"),
     (LARS, {"momentum": 1.0}, "LARS: momentum is 1.0"),
-    (LARS, {"trust_coefficient": 0.0}, "LARS: .*trust_coefficient 0.0"),
+    (LARS, {"trust_coefficient": 0.0}, "LARS: trust_coefficient is 0.0"),
     (Muon, {"weight_decay": -1.0}, "weight_decay is -1.0"),
     (Muon, {"momentum": 1.0}, "momentum is 1.0"),
     (Muon, {"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
     (Muon, {"adjust_lr_fn": "none"}, "adjust_lr_fn is 'none'"),
     (Muon, {"ns_steps": 100}, "ns_steps is 100"),
-    (Muon, {"ns_steps": 5.5}, "ns_steps is 5.5; give an integer"),
+    (Muon, {"ns_steps": 5.5}, "ns_steps is 5.5; give an integer below 100"),
     (Muon, {"eps": -1.0}, "eps is -1.0"),
     (Muon, {"adam_eps": -1.0}, "adam_eps is -1.0"),
     (Muon, {"ns_coefficients": (1.0,)}, "ns_coefficients"),
     (Adafactor, {"lr": 0.1}, "lr is 0.1 and relative_step is true"),
     (Adafactor, {"relative_step": False}, "lr is None"),
     (Adafactor, {"lr": 0.1, "relative_step": False, "warmup_init": True}, "warmup_init is True"),
-    (Adafactor, {"clip_threshold": 0.0}, "clip_threshold 0.0"),
-    (Adafactor, {"decay_rate": 0.8}, "decay_rate 0.8"),
-    (Adafactor, {"weight_decay": -1.0}, "weight_decay -1.0"),
+    (Adafactor, {"clip_threshold": 0.0}, "clip_threshold is 0.0; give a number above 0"),
+    (Adafactor, {"decay_rate": 0.8}, "decay_rate is 0.8"),
+    (Adafactor, {"weight_decay": -1.0}, "weight_decay is -1.0"),
     (Adafactor, {"beta1": 1.0}, "beta1 is 1.0"),
+    (Adafactor, {"eps": 1e-8}, "eps is 1e-08; give two numbers of at least 0"),
+    (OneBitAdam, {"betas": 0.9}, "needs a first one in"),
     (ZeroOneAdam, {"var_freeze_step": 2.5}, "var_freeze_step is 2.5"),
     (ZeroOneAdam, {"var_update_scaler": True}, "var_update_scaler is True"),
     (OneBitAdam, {"betas": (0.0, 0.9)}, "needs a first one in"),
@@ -234,6 +273,16 @@ IN_ONE_BIT: list[Row] = [
 OUTSIDE: list[Row] = [
     *((lambda row=row: row[0]([matrix()], **row[1]), ConfigError, row[2]) for row in SETTINGS),
     (lambda: OneBitAdam([matrix()], lr=-1.0), ValueError, "Invalid learning rate"),
+    *(
+        (lambda given=given: muon_groups(given, nn.Linear(2, 2)), ConfigError, f"Muon: {said}")
+        for given, said in (
+            (matrix(), r"params is Parameter[\s\S]* without parameters; pass"),
+            (None, "params is None, without parameters"),
+            ([{"lr": 0.1}], r"params is \[{'lr': 0.1}\], without parameters"),
+            (["weight"], "a parameter is a str; pass model.parameters"),
+            ([[matrix()]], "a parameter is a list"),
+        )
+    ),
 ]
 
 
@@ -242,3 +291,14 @@ def test_what_is_wrong_is_named(row: Row) -> None:
     call, error, said = row
     with pytest.raises(error, match=said):
         call()
+
+
+def test_groups_of_their_own_are_checked() -> None:
+    optimizer = Lion([matrix()])
+    with pytest.raises(ConfigError, match=r"Lion: betas is 0\.9; give two numbers"):
+        optimizer.add_param_group({"params": [matrix()], "betas": 0.9})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [matrix()], "betas": [0.5, 0.6], "lr": torch.tensor(0.1)})
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
+    with pytest.raises(ConfigError, match=r"min_coeff is 0\.2 and max_coeff 0\.1"):
+        Lamb([{"params": [matrix()], "min_coeff": 0.2}], max_coeff=0.1)

@@ -115,11 +115,9 @@ def refuse_incomplete(
             for item in _beside(folder.parent, folder.suffix)
             if item != folder and not engine_checkpoint_error(item)
         ]
-        remedy = (
-            f"complete, the newest first: {', '.join(others)}; pass one of them as ckpt_path"
-            if others
-            else "no other one there is complete"
-        )
+        remedy = "no other one there is complete"
+        if others:
+            remedy = f"complete, the newest first: {', '.join(others)}; pass one as ckpt_path"
         raise CheckpointError(
             f"{folder}{' (the best)' if ckpt_path == 'best' else ''} is not complete: {problem}. "
             f"In {folder.parent}, {remedy}"

@@ -165,11 +165,9 @@ def refuse_sharded(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*", "adapter_model.*")
     ):
         return
-    folders = (
-        [folder]
-        if (folder / MANIFEST).is_file()
-        else sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
-    )
+    folders = sorted(manifest.parent for manifest in folder.glob(f"*/{MANIFEST}"))
+    if (folder / MANIFEST).is_file():
+        folders = [folder]
     folders = folders or sorted(manifest.parent for manifest in folder.glob(f"*/*/{MANIFEST}"))
     if folders:
         what = "is a sharded checkpoint"

@@ -93,20 +93,16 @@ def _planned(
     tiles, bits = _tiled(layout, block, -(-length // TILE), causal)
     count, kv_heads = tiles.shape[1], heads // group
     per_head = tiles.shape[0] > 1
-    by_group = (
-        tiles.view(kv_heads, group, count, count)
-        if per_head
-        else tiles[:, None].expand(1, group, count, count)
-    )
-    columns = by_group.permute(0, 3, 1, 2).reshape(-1, count, group * count)
+
+    def by_group(values: torch.Tensor) -> torch.Tensor:
+        if per_head:
+            return values.view(kv_heads, group, count, count)
+        return values[:, None].expand(1, group, count, count)
+
+    columns = by_group(tiles).permute(0, 3, 1, 2).reshape(-1, count, group * count)
     column_bits = None
     if bits is not None:
-        grouped = (
-            bits.view(kv_heads, group, count, count)
-            if per_head
-            else bits[:, None].expand(1, group, count, count)
-        )
-        column_bits = grouped.permute(0, 3, 1, 2).reshape(-1, count, group * count)
+        column_bits = by_group(bits).permute(0, 3, 1, 2).reshape(-1, count, group * count)
     return SparsePlan(
         layout=layout.to(device),
         block=block,

@@ -95,11 +95,8 @@ class PipelineModule(StagedModule):
                 )
         names = [name_of_layer(layer) for layer in layers]
         count = self.num_stages * self.stages_per_rank
-        numels = (
-            [training_numel(layer) for layer in layers]
-            if str(partition_method).lower() == "parameters"
-            else []
-        )
+        by_numel = str(partition_method).lower() == "parameters"
+        numels = [training_numel(layer) for layer in layers if by_numel]
         self.parts = bounds_of(partition_method, count, names, numels)
         self._check_shared(layers, names)
         self.make_parallel()
