@@ -31,16 +31,18 @@ RETIRED = {"verbose"}  # keys in the states of torch's schedules that newer vers
 
 
 def saved_state(scheduler: Any, checkpoint: Checkpoint, where: str) -> dict[str, object] | None:
-    """Return the state of ``checkpoint`` for ``scheduler``, or None if there is nothing to load.
+    """Return the state of ``checkpoint`` for ``scheduler``; None if it has none, or ``scheduler``
+    takes none.
 
-    Raises CheckpointError if another class saved it; keys are compared if no class is named.
+    Raises CheckpointError if another class saved it, or, where the checkpoint names no class, for
+    a key that the state of ``scheduler`` does not have.
     """
     saved = checkpoint.manifest.lr_scheduler
     if saved is None or not hasattr(scheduler, "load_state_dict"):
         return None
     engine_class, state = class_name(scheduler), checkpoint.scheduler_state()
     if not saved["class"]:
-        current = scheduler.state_dict()
+        current = scheduler.state_dict() or {}
         state = _with_keys_of(current, state)
         known = current.keys() | RETIRED
         unknown = [str(key) for key in state if str(key)[:1] != "_" and key not in known]
@@ -121,7 +123,9 @@ def refuse_other_groups(
 
 
 def reorder(state: object, order: Sequence[int]) -> Any:
-    """Return the state of a schedule with its per-group values in the engine's order of groups."""
+    """Return the state of a schedule with its per-group values in the engine's order of groups:
+    ``order`` has the saved index of each; empty: the orders are equal.
+    """
     if isinstance(state, list):
         return [reorder(inner, order) for inner in state]
     if not (order and isinstance(state, dict)):

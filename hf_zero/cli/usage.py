@@ -55,26 +55,29 @@ def usage_error(error: Exception, words: list[str]) -> str:
     """Return the message for an exception of the parser, which read ``words``."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else " ".join(["hf-zero", *words[:1]])
-    text, about = _said(error, context, words)
+    text, about = _problem_of(error, context, words)
     lines = [f"{command}: {text}"]
-    lines += [f"  {_name(item)}: {item.help}" for item in about if getattr(item, "help", "")]
+    lines += [f"  {_label(item)}: {item.help}" for item in about if getattr(item, "help", "")]
     if context:
         usage = " ".join([command, *context.command.collect_usage_pieces(context)])
         lines.append(f"usage: {usage}")
     return "\n".join([*lines, f"`{command} -h` shows all options"])
 
 
-def _said(error: Any, context: Any, words: list[str]) -> tuple[str, list[Any]]:
+def _problem_of(error: Any, context: Any, words: list[str]) -> tuple[str, list[Any]]:
     """Return what is wrong, and the parameters that it concerns."""
     kind, parameter, message = type(error).__name__, getattr(error, "param", None), error.message
     if kind == "NoSuchOption":
         options = [
             name for param in context.command.params for name in param.opts if name[:2] == "--"
         ]
-        return f"there is no option {error.option_name}{_meant(error.option_name, options)}", []
+        return (
+            f"there is no option {error.option_name}{_suggestion(error.option_name, options)}",
+            [],
+        )
     if "No such command" in message:
         name = next((word for word in words if repr(word) in message), "")
-        return f"there is no command {name!r}{_meant(name, [*context.command.commands])}", []
+        return f"there is no command {name!r}{_suggestion(name, [*context.command.commands])}", []
     if "unexpected extra argument" in message:
         extra = message.partition("(s) (")[2].rstrip(")") or message
         return f"more arguments than it takes: {extra}", []
@@ -84,7 +87,7 @@ def _said(error: Any, context: Any, words: list[str]) -> tuple[str, list[Any]]:
         after = context.command.params[context.command.params.index(parameter) :]
         arguments = [item for item in after if item.param_type_name == "argument" and item.required]
         lacking = arguments if parameter in arguments else [parameter]
-        names = " and ".join(map(_name, lacking))
+        names = " and ".join(map(_label, lacking))
         return f"{names} {'is' if len(lacking) == 1 else 'are'} missing", lacking
     if kind == "BadParameter" and parameter is not None:
         return _bad_value(error, parameter), [parameter]
@@ -94,7 +97,7 @@ def _said(error: Any, context: Any, words: list[str]) -> tuple[str, list[Any]]:
 def _bad_value(error: Any, parameter: Any) -> str:
     """Return the message for a value of another type, or out of range."""
     errors: list[Any] = getattr(error.__cause__, "errors", list)()
-    option = f"{_name(parameter)} {errors[0]['input']}" if errors else _name(parameter)
+    option = f"{_label(parameter)} {errors[0]['input']}" if errors else _label(parameter)
     kind = getattr(parameter, "type_descriptor", None) or getattr(parameter, "type", None)
     parses = getattr(getattr(kind, "parameter_info", kind), "parser", getattr(kind, "func", None))
     kind = getattr(kind, "annotation", kind)
@@ -109,12 +112,14 @@ def _bad_value(error: Any, parameter: Any) -> str:
     return " ".join([f"{option} is not {expected}", *bounds])
 
 
-def _name(parameter: Any) -> str:
+def _label(parameter: Any) -> str:
+    """Return an argument as its help has it, and an option by its longest name."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar).partition(" ")[0]
     return max(parameter.opts, key=len) if parameter.opts[0][:2] != "--" else parameter.opts[0]
 
 
-def _meant(name: str, names: list[str]) -> str:
+def _suggestion(name: str, names: list[str]) -> str:
+    """Return the question whether names like ``name`` were meant, or ""."""
     similar = closest(name, names)
     return f"; did you mean {' or '.join(similar)}?" if similar else ""

@@ -215,6 +215,14 @@ def test_groups_are_paired_by_their_parameters_and_a_schedule_follows() -> None:
     }
 
 
+def test_a_schedule_without_a_state_takes_none_of_another_class() -> None:
+    schedule = SimpleNamespace(state_dict=lambda: None, load_state_dict=lambda state: None)
+    manifest = SimpleNamespace(lr_scheduler={"class": ""})
+    foreign: Any = SimpleNamespace(manifest=manifest, scheduler_state=lambda: {"gamma": 0.1})
+    with pytest.raises(CheckpointError, match=r"SimpleNamespace, whose state has no gamma; use"):
+        match_schedule.saved_state(schedule, foreign, "x")
+
+
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(background_saves, "_in_flight", {})
