@@ -48,6 +48,8 @@ GETTERS: dict[str, tuple[str, object]] = {
 }
 """Methods that return the value of a key of the configuration: (its path, its default)."""
 
+SWITCHED_OFF = {"flops_profiler": "flops_profiler.enabled is false; write true"}
+"""Attributes that an engine lacks by its configuration, and why."""
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
@@ -256,7 +258,7 @@ class Getters(_AnyEngine):
         """The profiler of the section ``flops_profiler``. Raises AttributeError if it is off."""
         profile = getattr(self.measures, "profile", None)
         if profile is None:
-            raise AttributeError("flops_profiler: flops_profiler.enabled is false")
+            raise AttributeError("flops_profiler")  # :meth:`__getattr__` says why
         return cast(StepProfile, profile).profiler
 
     def log_level(self) -> str | None:
@@ -274,9 +276,10 @@ class Getters(_AnyEngine):
         num_local_io_workers: int | None = None,
     ) -> DataLoader[object]:
         """Return a loader that gives each rank its share of ``dataset`` in micro-batches, shuffled
-        only for the route "train". Raises ConfigError if it is no Dataset.
+        only for the route "train", whose loader reads in this process, into memory that is not
+        pinned. Raises ConfigError if it is no Dataset.
         """
-        micro = batch_size or self.train_micro_batch_size_per_gpu()
+        micro = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
         collate = collate_fn or self.collate_fn
         if data_sampler is None and route == "train":
             config = self.config_with_batches(micro, self.gradient_accumulation_steps())
@@ -325,7 +328,7 @@ class Getters(_AnyEngine):
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
-            reason = LEFT_OUT["DeepSpeedEngine"].get(name)
+            reason = LEFT_OUT["DeepSpeedEngine"].get(name) or SWITCHED_OFF.get(name)
             if reason is None:
                 raise
             raise AttributeError(f"the engine has no attribute {name!r}: {reason}") from None

@@ -23,6 +23,7 @@ from hf_zero.distributed import init, process_group
 from hf_zero.engine import engines_of, release_holders
 from hf_zero.loading import Building, make_pending, make_real
 from hf_zero.loading.shard_only import hold
+from hf_zero.parallel.cutting import check_module
 from hf_zero.zero.access.gathered_parameters import summon_full_params
 from hf_zero.zero.layout.flat_buffer import owner_of
 from hf_zero.zero.layout.parameter import ZeroParamStatus
@@ -81,7 +82,7 @@ class Init:
     existing model that is passed as ``module`` is sharded at once. Parameters keep the dtype that
     the code requests. Without ``config_dict_or_path`` or ``config``, the context uses the current
     configuration of transformers, or else plain stage 3. On one rank parameters stay whole, and
-    have the attributes of :func:`give_facts`.
+    have the attributes of :func:`give_facts`. Raises ConfigError for a ``module`` that is none.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class Init:
         param_swapper: object = None,
         tensor_overrides: object = None,
     ) -> None:
+        if module is not None:
+            check_module(module, "zero.Init")
         self.enabled = enabled
         self._stack = ExitStack()
         self._building: Building | None = None

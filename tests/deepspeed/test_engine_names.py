@@ -216,6 +216,11 @@ def test_loaders_of_the_engine(tmp_path: Path) -> None:
         evaluate = engine.deepspeed_io(data, batch_size=3, route="eval")
         with pytest.raises(ConfigError, match="pass a torch Dataset"):
             engine.deepspeed_io(3, route="eval")
+        with pytest.raises(AttributeError, match=r"'flops_profiler': .*enabled is false; write"):
+            _ = engine.flops_profiler
+        for route in ("train", "eval"):
+            with pytest.raises((ConfigError, ValueError), match="0"):
+                engine.deepspeed_io(data, batch_size=0, route=route)
         read = [values.tolist() for (values,) in evaluate]
         engine.destroy()
         elastic = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}

@@ -102,6 +102,7 @@ REFUSED: list[Row] = [
         lambda: deepspeed.get_accelerator().memory_cached(),
     ),
     (ConfigError, "a NoneType; pass", calling("init_inference", None)),
+    (ConfigError, r"zero.Init\(\) got a int, which is not a module", calling("zero.Init", 5)),
     (ConfigError, BOTH, inference({"dtype": "fp32"}, dtype="bf16")),
     (ConfigError, ALIAS, inference({"tp": {"tp_size": 2}}, tensor_parallel={"tp_size": 1})),
     (

@@ -173,6 +173,25 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     remove(chosen, os.path.join(os.pardir, DROPPED))  # outside: folders in here count as states
 
 
+def _last_state(accelerator: Accelerator) -> str | None:
+    """Return the newest of the last complete state, where states have numbers, and of those in the
+    memory of the hosts; None if Accelerate is to look itself. Collective. Raises CheckpointError if
+    states have numbers, and there is none or none is complete.
+    """
+    if not _names_itself(accelerator):
+        return newer_in_memory(accelerator, None) if _under_zero(accelerator) else None
+    states, parts = _states(accelerator), StateContents.of(accelerator)
+    checkpoint, damage = on_disk_or_damage(
+        lambda: last_complete(numbered_folders(states, PREFIX), parts.error)
+    )
+    folder = newer_in_memory(accelerator, None if checkpoint is None else str(checkpoint))
+    if folder is None and damage is not None:
+        raise damage
+    if folder is None:
+        decide_on_rank_0(get_world_group(), lambda: _refuse_none_saved(states))
+    return folder
+
+
 @_with_models_apart
 def resume_from_complete(
     original: Original,
@@ -184,26 +203,10 @@ def resume_from_complete(
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
     Warns of skipped states, and of random states, places in the data and schedules that do not
-    carry over.
-    Refuses a checkpoint of the Trainer.
+    carry over. Raises CheckpointError for a checkpoint of the Trainer.
     """
-    if input_dir is not None:
-        input_dir = load_folder(input_dir)
     last, named = input_dir is None, _names_itself(self)
-    damage: CheckpointError | None = None
-    if last and named:
-        checkpoint, damage = on_disk_or_damage(
-            lambda: last_complete(
-                numbered_folders(_states(self), PREFIX), StateContents.of(self).error
-            )
-        )
-        input_dir = None if checkpoint is None else str(checkpoint)
-    if last and _under_zero(self):
-        input_dir = newer_in_memory(self, input_dir)
-    if input_dir is None and named:
-        if damage is not None:
-            raise damage
-        decide_on_rank_0(get_world_group(), lambda: _refuse_none_saved(_states(self)))
+    input_dir = _last_state(self) if input_dir is None else load_folder(input_dir)
     if input_dir is not None and _under_zero(self):
         decide_on_rank_0(
             get_world_group(), lambda: _refuse_trainer_folder(Path(input_dir).expanduser())

@@ -200,6 +200,16 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         self.engines.append(engine)
         return engine
 
+    def _engine_of(self, part: nn.Module | Optimizer) -> EngineProtocol:
+        """Return the engine that ``part`` is, or whose optimizer it is. Raises ConfigError."""
+        for engine in self.engines:
+            if part is engine or part is engine.optimizer:
+                return engine
+        raise ConfigError(
+            f"a {type(part).__name__} was not set up under ZeRO; pass what fabric.setup(model, "
+            "optimizer) has returned"
+        )
+
     def module_to_device(self, module: nn.Module) -> None:
         """No-op: the engine moves its module, and at stage 3 no rank holds all of it."""
 
@@ -227,7 +237,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         """Step the engine of ``optimizer``, if a backward has left gradients; with ``closure``,
         after it. Returns the value of the closure.
         """
-        engine = next(each for each in self.engines if each.optimizer is optimizer)
+        engine = self._engine_of(optimizer)
         closure = kwargs.get("closure")
         result = closure() if callable(closure) else None
         step_if_due(engine)
@@ -242,14 +252,15 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
         """Clip the gradient to ``max_norm``; return its norm before (collective). Raises
-        ConfigError for another ``norm_type``, RuntimeError for a norm that is not finite.
+        ConfigError for another ``norm_type`` and a module that is no engine, RuntimeError for a
+        norm that is not finite.
         """
         if float(norm_type) != 2.0:
             raise ConfigError(
                 f"clip_gradients(norm_type={norm_type}): a sharded gradient is clipped by its L2 "
                 "norm; leave norm_type at 2"
             )
-        engine = next(each for each in self.engines if each is module)
+        engine = self._engine_of(module)
         if not engine.holds_gradients():
             return torch.zeros((), device=self.root_device)
         norm = engine.measure_gradient()

@@ -105,6 +105,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         fabric.clip_gradients(one, of_one, max_norm=1.0, norm_type=1.0)
     with pytest.raises(ConfigError, match=r"clip_val=1.0.* pass max_norm"):
         fabric.clip_gradients(one, of_one, clip_val=1.0)
+    with pytest.raises(ConfigError, match="a Linear was not set up under ZeRO; pass what"):
+        fabric.clip_gradients(first, of_one, max_norm=1.0)
+    with pytest.raises(ConfigError, match="a SGD was not set up under ZeRO"):
+        fabric.strategy.optimizer_step(sgd(first))
     with pytest.raises(ConfigError, match="no_backward_sync got a Linear"):
         fabric.strategy._backward_sync_control.no_backward_sync(first, True).__enter__()
     with pytest.raises(ConfigError, match=r"fabric.save got 2 models"):
