@@ -123,13 +123,8 @@ def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
     """Return the first number, from ``number`` on, whose folder holds no incomplete state."""
     while (folder := states / f"{PREFIX}{number}").exists() and (problem := parts.error(folder)):
         number += 1
-        logger.warning(
-            "%s is not complete and is left as it is; the state is saved as %s%d (%s)",
-            folder,
-            PREFIX,
-            number,
-            problem,
-        )
+        text = "%s is not complete and is left as it is; the state is saved as %s%d (%s)"
+        logger.warning(text, folder, PREFIX, number, problem)
     return number
 
 

@@ -186,9 +186,7 @@ def limit_complete(
     """
     from transformers.trainer_utils import sort_checkpoints
 
-    ordered = [
-        Path(p) for p in reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime))
-    ]
+    ordered = [*map(Path, reversed(sort_checkpoints(output_dir, checkpoint_prefix, use_mtime)))]
     limited = save_total_limit is not None and save_total_limit > 0
     if not (limited and finder.chosen() and ordered and has_engine_checkpoint(ordered[0])):
         original(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
