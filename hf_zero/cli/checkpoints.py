@@ -247,11 +247,10 @@ def verify(
     else:
         table = PrintableTable("checkpoint", "verdict", "files", "read", "parameters", "elements")
         for checked in verdicts:
-            text = (
-                Text("whole" if checked.kind == "checkpoint" else "whole model", style="green")
-                if checked.whole
-                else Text("damaged", style="red")
-            )
+            text = Text("damaged", style="red")
+            if checked.whole:
+                whole = "whole" if checked.kind == "checkpoint" else "whole model"
+                text = Text(whole, style="green")
             table.add_row(
                 str(checked.folder),
                 text,

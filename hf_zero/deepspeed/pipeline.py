@@ -170,11 +170,9 @@ class TrainSchedule(PipeSchedule):
         before, was_forward = -1, False
         for step in range(count):
             forward = (step - self.stage_id) % 2 == 0
-            micro_batch = (
-                (step - self.stage_id) // 2
-                if forward
-                else (step + 1 + self.stage_id) // 2 - self.stages
-            )
+            micro_batch = (step - self.stage_id) // 2
+            if not forward:
+                micro_batch = (step + 1 + self.stage_id) // 2 - self.stages
             instructions = self._sent(before, was_forward) if self._there(before) else []
             if self._there(micro_batch):
                 instructions += (

@@ -208,7 +208,7 @@ def check_mpu(mpu: object, world_size: int) -> None:
     different data.
 
     Sizes that it lacks count as 1, as in the scripts' own code. Raises NotBuiltError for a split
-    model or sample, and ConfigError if its data-parallel ranks are not all ranks.
+    model or sample, and ConfigError for what is no size, or data-parallel ranks that are not all.
     """
     for kind, (instead, *names) in _SPLITS.items():
         for name in names:
@@ -229,4 +229,7 @@ def check_mpu(mpu: object, world_size: int) -> None:
 
 def _ask(mpu: object, name: str) -> int | None:
     method = getattr(mpu, name, None)
-    return None if method is None else int(method())
+    size = method() if callable(method) else method
+    if method is not None:
+        check_size(size, f"initialize(mpu=...): mpu.{name}()")
+    return size

@@ -348,11 +348,9 @@ class StepFigures:
         if self._peak is None or not step.tokens or not took:
             return None
         stages = engine.mesh.dims.pipeline
-        per_token = (
-            self._given / (tensor_ranks * stages)
-            if self._given
-            else flops_per_token(engine.module, step.length, tensor_ranks, stages)
-        )
+        per_token = self._given and self._given / (tensor_ranks * stages)
+        if not per_token:
+            per_token = flops_per_token(engine.module, step.length, tensor_ranks, stages)
         return None if per_token is None else 1e3 * per_token * step.tokens / took / self._peak
 
 

@@ -85,11 +85,9 @@ def norm_backward(
     if centered:
         dx = dx - scaled.mean(-1, keepdim=True)
     dx = dx * inverse_std
-    dropped = (
-        (dx * _mask(seed, dx, dropout)).to(dy.dtype).reshape(saved.shape)
-        if seed is not None
-        else dy.new_empty(0)
-    )
+    dropped = dy.new_empty(0)
+    if seed is not None:
+        dropped = (dx * _mask(seed, dx, dropout)).to(dy.dtype).reshape(saved.shape)
     d_weight = (incoming * normed).sum(0).to(weight.dtype) if weight_grad else weight.new_empty(0)
     d_bias = (
         incoming.sum(0).to(bias.dtype) if weight_grad and bias is not None else weight.new_empty(0)

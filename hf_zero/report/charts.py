@@ -281,11 +281,9 @@ def _with_evaluations(runs: Sequence[RecordedRun], losses: Iterator[Chart]) -> I
             continue
         by = "evaluation" if len(runs) == 1 else "run"
         names = list(dict.fromkeys(row["evaluation"] for row in rows))
-        colors = (
-            {name: f"var(--c{2 + index % 6})" for index, name in enumerate(names)}
-            if by == "evaluation"
-            else {run.name: color for run, color in zip(runs, RUNS)}
-        )
+        colors = {run.name: color for run, color in zip(runs, RUNS)}
+        if by == "evaluation":
+            colors = {name: f"var(--c{2 + index % 6})" for index, name in enumerate(names)}
         layer = {
             "data": {"values": rows},
             "mark": {"type": "line", "strokeWidth": 1.8, "point": {"size": 45, "filled": True}},

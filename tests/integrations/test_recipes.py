@@ -23,7 +23,7 @@ from huggingface_hub import ModelCard
 
 from hf_zero.config import PRESETS, OffloadOptimizer, ZeroConfig
 from hf_zero.distributed.parallel_dims import check_mpu
-from hf_zero.errors import NotBuiltError
+from hf_zero.errors import ConfigError, NotBuiltError
 from tests.helpers import launched
 from tests.helpers.cells import in_one_item
 
@@ -253,6 +253,12 @@ def test_the_presets_of_hello_bert_and_the_card_of_gpt2() -> None:
     with pytest.raises(NotBuiltError) as refused:
         check_mpu(SimpleNamespace(get_model_parallel_world_size=lambda: 2), 2)
     assert str(refused.value) in (RECIPES / "gpt2" / "README.md").read_text()
+
+
+def test_an_mpu_that_tells_no_size() -> None:
+    for size in (None, "2", 2.0, 0):
+        with pytest.raises(ConfigError, match=r"get_model_parallel_world_size.* is not a number"):
+            check_mpu(SimpleNamespace(get_model_parallel_world_size=lambda size=size: size), 2)
 
 
 LOADERS = {

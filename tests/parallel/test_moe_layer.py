@@ -269,8 +269,16 @@ REFUSED = {
         ConfigError,
         lambda: MoE(8, LAYER, 2, k=2)(torch.ones(2, 2, 8), torch.ones(2, 3)),
     ),
+    r"expert=<class .*Linear'>\) is no module": (ConfigError, lambda: MoE(8, nn.Linear)),
+    r"hidden_size=...\) = '8' is not a number of features": (ConfigError, lambda: MoE("8", LAYER)),
     "call initialize": (ConfigError, lambda: MoE(8, LAYER, 2, 2)(torch.ones(1, 8))),
 }
+
+
+def test_a_gate_without_capacity_drops_every_token():
+    gate = TopKGate(8, 2, capacity_factor=0, min_capacity=0)
+    _, weights, mask, counts = gate(torch.ones(3, 8))
+    assert weights.shape == mask.shape == (3, 2, 0) and counts.sum() == 3
 
 
 @in_one_item(REFUSED)

@@ -200,6 +200,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
             ("loss_fn", "mse"),
             ("seed_fn", 3),
             ("checkpointable_layers", "Linear"),
+            ("checkpointable_layers", [nn.Linear]),
+            ("activation_checkpoint_func", 3),
+            ("base_seed", "1234"),
         )
     },
     "neither a module, a function": lambda: module_of(num_stages=1, layers=[3]),
@@ -213,8 +216,13 @@ REFUSED: dict[str, Callable[[], Any]] = {
             ("the size of axis 'pipe' = '2'", ["pipe"], ["2"]),
             ("duplicate field name: 'pipe'", ["pipe", "pipe"], [1, 1]),
             ("keyword: 'class'", ["pipe", "class"], [1, 1]),
+            ("axes 'pd' and the sizes", "pd", [1, 1]),
+            ("and the sizes 1; give", ["pipe"], 1),
         )
     },
+    r"get_rank\({'pipe': \[0\], 'data': 0}\) names no rank": lambda: PipeDataParallelTopology(
+        1, 1
+    ).get_rank(pipe=[0], data=0),
     "needs a class of": lambda: LayerSpec(torch.tanh),
     **{
         rf"TiedLayerSpec\({key!r}\)": partial(TiedLayerSpec, key, nn.Linear, 4, 4)

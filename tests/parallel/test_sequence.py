@@ -338,6 +338,13 @@ def test_what_is_refused():
         hf_zero.initialize(model=Stack(), config=config)
 
 
+def test_arguments_of_distributed_attention():
+    for given in ((None,), (F.relu, None, 1, 1), (F.relu, None, 2, 4), (F.relu, None, "2", 0)):
+        with pytest.raises(ConfigError, match=r"DistributedAttention.*pass an attention that can"):
+            DistributedAttention(*given)
+    assert DistributedAttention(F.relu, None, -2, 1).scatter_idx == -2
+
+
 class GatedMLP(nn.Module):
     """An MLP with a second argument, and ``hidden`` wherever it is given."""
 
@@ -360,6 +367,18 @@ class Gated(nn.Module):
         for layer in self.layers:
             x = x + self.call(layer, x)
         return x
+
+
+def test_tiles_are_as_many_as_are_written():
+    model = seeded(lambda: Gated(lambda layer, x: layer(x)))
+    tiles = list[int]()
+    model.layers[0].layer.register_forward_hook(lambda _, args, out: tiles.append(out.shape[1]))
+    config = {"tiled_mlp": {"enabled": True, "shards": 3}, "train_micro_batch_size_per_gpu": 1}
+    engine = start(model, plain_sgd(model), config | {"zero_optimization": {"stage": 0}})
+    with torch.no_grad():
+        engine(torch.randn(2, 4, 4))
+    assert tiles == [2, 1, 1]
+    engine.destroy()
 
 
 def test_mlps_are_called_by_keyword_or_with_more_than_tokens():

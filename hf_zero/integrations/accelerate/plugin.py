@@ -154,11 +154,9 @@ def _sourced(mapping: Mapping[str, object], label: str) -> SourcedDict:
 def remember_launch(config: SourcedDict) -> None:
     """Record the sources of values of ``config``, built from the launcher's variables."""
     file = os.environ.get(LAUNCH_FILE)
-    written = (
-        dict(ZeroConfig.from_file(file, allow_auto=True, foreign=True).to_dict().written)
-        if file and os.path.isfile(file)
-        else {}
-    )
+    written = {}
+    if file and os.path.isfile(file):
+        written = dict(ZeroConfig.from_file(file, allow_auto=True, foreign=True).to_dict().written)
     by = os.environ.get(LAUNCHED_BY) or (
         "accelerate launch"
         if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ

@@ -209,7 +209,8 @@ class MoE(nn.Module):
         use_tutel: refused.
         enable_expert_tensor_parallelism: without effect unless the job is tensor parallel.
 
-    Raises ConfigError if ``ep_size`` does not divide ``num_experts``.
+    Raises ConfigError for a size or an expert that is none, and if ``ep_size`` does not divide
+    ``num_experts``.
     """
 
     def __init__(
@@ -232,11 +233,10 @@ class MoE(nn.Module):
     ):
         super().__init__()
         check_size(ep_size, "MoE(ep_size=...)")
-        if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
-            raise ConfigError(
-                f"MoE(num_experts={num_experts!r}) is not a number of experts; pass an integer of "
-                "at least 1"
-            )
+        check_size(num_experts, "MoE(num_experts=...)", "experts")
+        check_size(hidden_size, "MoE(hidden_size=...)", "features")
+        if not isinstance(expert, nn.Module):
+            raise ConfigError(f"MoE(expert={expert!r:.80}) is no module; pass one, to be copied")
         if num_experts % ep_size:
             raise ConfigError(
                 f"MoE(num_experts={num_experts}, ep_size={ep_size}): each rank holds as many "

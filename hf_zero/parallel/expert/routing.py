@@ -63,6 +63,8 @@ class Routing:
         tokens, experts = len(self.experts), len(self.counts)
         capacity = int(self.counts.max()) if self.capacity is None else self.capacity
         whole = self.weights.new_zeros(tokens, experts + 1, capacity)
+        if not capacity:  # every token is dropped
+            return whole[:, :-1]
         rows = torch.arange(tokens, device=whole.device)[:, None].expand_as(self.experts)
         places = self.places.clamp(max=capacity - 1)  # clamped ones are dropped and add 0
         return whole.index_put((rows, self.experts, places), self.weights, accumulate=True)[:, :-1]

@@ -252,9 +252,8 @@ class PipelineTraining(TrainingEngine):
             raise RankMismatchError(
                 "the ranks of the first and the last stage were given different "
                 f"{' and '.join(names)} of the same micro-batches; let all ranks of a pipeline "
-                "read those of its data-parallel coordinate, in one order "
-                f"(DistributedSampler(data, {ranks}, engine.grid.get_data_parallel_rank()), with "
-                "one seed)"
+                "read those of its data-parallel coordinate, in one order (one seed, and "
+                f"DistributedSampler(data, {ranks}, engine.grid.get_data_parallel_rank()))"
             )
 
     def _run_forward(self, stage: int, number: int, inputs: object) -> object:

@@ -79,16 +79,20 @@ class PipelineModule(StagedModule):
         self.loss_fn = loss_fn
         self.seed_layers = seed_layers
         self.seed_fn = seed_fn or set_random_seed
-        self.base_seed = base_seed
+        self.base_seed = argument("PipelineModule", "base_seed", integer(), base_seed)
         self.set_checkpoint_interval(activation_checkpoint_interval)
-        self._checkpointing = activation_checkpoint_func, checkpointable_layers
+        self._checkpoint, self._checkpointable = activation_checkpoint_func, checkpointable_layers
         self.micro_offset = 0
         layers = _checked_layers(layers)
-        if isinstance(checkpointable_layers, str):
+        if isinstance(checkpointable_layers, str) or not all(
+            isinstance(name, str) for name in checkpointable_layers or ()
+        ):
             raise ConfigError(
                 f"checkpointable_layers is {checkpointable_layers!r}; pass a list of class names"
             )
-        for name, function in (("loss_fn", loss_fn), ("seed_fn", seed_fn)):
+        functions = {"loss_fn": loss_fn, "seed_fn": seed_fn}
+        functions["activation_checkpoint_func"] = activation_checkpoint_func
+        for name, function in functions.items():
             if function is not None and not callable(function):
                 raise ConfigError(
                     f"{name} = {function!r:.40} is no function; pass one, or leave it out"
@@ -163,7 +167,7 @@ class PipelineModule(StagedModule):
             args: Any = (inputs,) if rebuild is None else inputs
             run = partial(self._run, chosen, first + start, self.micro_offset + 1, rebuild)
             recomputes = torch.is_grad_enabled() and self._is_recomputed(chosen)
-            inputs = self._checkpointing[0](run, *args) if recomputes else run(*args)
+            inputs = self._checkpoint(run, *args) if recomputes else run(*args)
         return inputs
 
     def _run(
@@ -184,7 +188,7 @@ class PipelineModule(StagedModule):
     def _is_recomputed(self, functions: Sequence[Callable[[object], object]]) -> bool:
         if not self.activation_checkpoint_interval:
             return False
-        classes = self._checkpointing[1]
+        classes = self._checkpointable
         if classes is not None:
             return all(type(function).__name__ in classes for function in functions)
         modules = [function for function in functions if isinstance(function, nn.Module)]

@@ -21,13 +21,14 @@ class ProcessTopology:
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
+        listed = all(isinstance(given, (list, tuple)) for given in (axes, dims))
+        if not listed or len(axes) != len(dims):
+            raise ConfigError(
+                f"the topology has the axes {axes!r} and the sizes {dims!r}; give a list of axes, "
+                "and one size for each"
+            )
         self.axes = list(axes)
         self.dims = list(dims)
-        if len(self.axes) != len(self.dims):
-            raise ConfigError(
-                f"the topology has the axes {self.axes} and the sizes {self.dims}; give each axis "
-                "one size"
-            )
         for axis, size in zip(self.axes, self.dims):
             check_size(size, f"the size of axis {axis!r}")
         try:
@@ -45,15 +46,13 @@ class ProcessTopology:
 
     def get_rank(self, **coords: int) -> int:
         """Return the rank at a point. Raises ConfigError unless axes have valid coordinates."""
-        rank = None
-        if set(coords) == set(self.axes):
-            rank = self.mapping.get(self.ProcessCoord(**coords))
-        if rank is None:
+        ranks = self.filter_match(**coords) if set(coords) == set(self.axes) else []
+        if not ranks:
             raise ConfigError(
                 f"get_rank({coords}) names no rank of {self}; give each of {self.axes} a "
                 "coordinate, or ask filter_match for several ranks"
             )
-        return rank
+        return ranks[0]
 
     def get_axis_names(self) -> list[str]:
         return self.axes
@@ -84,7 +83,7 @@ class ProcessTopology:
                 f"rank {rank} is not in {self}, which has {self.world_size()} ranks; start as many "
                 "ranks as its axes have places"
             )
-        return self._coords[rank]
+        return self._coords[int(rank)]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the sets of ranks that differ only along ``axis``; [] for an unknown axis."""

@@ -35,7 +35,8 @@ class DistributedAttention(nn.Module):
         sp_stream: accepted; collectives have streams of their own.
 
     Raises:
-        ConfigError: another group, or a job whose ranks form rings.
+        ConfigError: another group, a job whose ranks form rings, or heads and tokens that are not
+            two of four dimensions.
     """
 
     def __init__(
@@ -47,6 +48,13 @@ class DistributedAttention(nn.Module):
         sp_stream: object = None,
     ):
         super().__init__()
+        places = [place % 4 for place in (scatter_idx, gather_idx) if place in range(-4, 4)]
+        if not callable(local_attention) or len(set(places)) < 2:
+            raise ConfigError(
+                f"DistributedAttention({local_attention!r:.80}, scatter_idx={scatter_idx!r}, "
+                f"gather_idx={gather_idx!r}): pass an attention that can be called, and the places "
+                "of heads and tokens among four dimensions, as 2 and 1"
+            )
         self.local_attn = local_attention
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         groups = get_parallel()

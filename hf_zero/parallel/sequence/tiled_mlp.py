@@ -30,8 +30,8 @@ class TiledMlps(Feature):
     """MLPs of one engine's model in ``shards`` tiles; None: tokens divided by the hidden size,
     rounded up.
 
-    At stage 3 the number is the same on all ranks, whatever the lengths of their sequences: a
-    module that is called more often on one rank would be gathered more often.
+    At stage 3 the number is the same on all ranks with as many tokens, whatever the lengths of
+    their sequences: a module that is called more often on one rank would be gathered more often.
     """
 
     def __init__(self, section: TiledMlpSection):
@@ -107,7 +107,7 @@ class TiledMlps(Feature):
                     )
                 return output
 
-            parts = x.chunk(shards, dim=-2)
+            parts = x.tensor_split(shards, dim=-2)  # chunk would give fewer than asked for
             if not torch.is_grad_enabled():
                 return torch.cat([run(part) for part in parts], dim=-2)
             outputs = [checkpoint(repeatable(run), part, use_reentrant=False) for part in parts]
@@ -136,7 +136,7 @@ class TiledMlps(Feature):
             return
         most = torch.full((1,), self._shards, device=engine.device)
         for dim in dims:
-            dim.all_reduce(most, "stretches of MLPs", maximum=True).wait()
+            dim.all_reduce(most, "tiles of MLPs", maximum=True).wait()
         self._shards = int(most)  # the host waits
 
     def remove(self) -> None:
