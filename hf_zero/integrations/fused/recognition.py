@@ -181,7 +181,7 @@ def communicates(cls: type) -> bool:
     """
     return any(
         name == "distributed" or getattr(value, "__name__", "").startswith("torch.distributed")
-        for name, value in names_used(cls.forward)  # type: ignore[attr-defined]
+        for _, name, value in names_used(cls.forward)  # type: ignore[attr-defined]
     )
 
 

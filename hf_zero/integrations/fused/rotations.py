@@ -22,7 +22,9 @@ from hf_zero.integrations.fused.sublayers import takes
 from hf_zero.ops.rotary import rotary
 
 Function = Callable[..., object]
-BOUND = 1e-4
+BOUND = 1e-4  # difference from a rotation of random numbers, whose elements are about 1
+EFFECTS = {"IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR"}
+NAMES_WITH_EFFECTS = {"distributed", "save", "open", "print", "input", "exec", "eval", "setattr"}
 
 
 def rotating_forward(cls: type) -> Function | None:
@@ -30,8 +32,14 @@ def rotating_forward(cls: type) -> Function | None:
     it does not rotate, or not in halves as Llama does.
     """
     forward: types.FunctionType = cls.forward  # type: ignore[attr-defined]
-    rotations = tuple((name, f) for name, f in _functions_called(forward) if rotation_of(f))
-    return _rebound(forward, rotations) if rotations else None
+    # a code has one name for a global and for an attribute: both would be renamed
+    attributes = {name for operation, name, _ in names_used(forward) if operation != "LOAD_GLOBAL"}
+    rotations = {
+        name: function
+        for name, function in _functions_called(forward)
+        if name not in attributes and rotation_of(function)
+    }
+    return _rebound(forward, tuple(rotations.items())) if rotations else None
 
 
 def other_rotation(cls: type) -> bool:
@@ -40,7 +48,7 @@ def other_rotation(cls: type) -> bool:
 
 
 def _functions_called(forward: object) -> Iterator[tuple[str, Function]]:
-    for name, value in names_used(forward):
+    for _, name, value in names_used(forward):
         if (
             isinstance(value, types.FunctionType)
             and value.__code__.co_argcount >= 4
@@ -50,14 +58,14 @@ def _functions_called(forward: object) -> Iterator[tuple[str, Function]]:
 
 
 def _is_of_torch_alone(function: types.FunctionType, visited: set[types.FunctionType]) -> bool:
-    """Return whether ``function`` names nothing but torch and functions like itself, so that a call
-    with random tensors has no effect: no collective, no file, no log.
+    """Return whether ``function`` names nothing but torch, builtins without effects and functions
+    like itself, so that a call with random tensors has no effect: no collective, file, log, import.
     """
     visited.add(function)
-    for name, value in names_used(function):
-        if name == "distributed":
+    for operation, name, value in names_used(function):
+        if operation in EFFECTS or name in NAMES_WITH_EFFECTS:
             return False
-        if value is None or value is torch:
+        if operation != "LOAD_GLOBAL" or value is None or value is torch:
             continue
         if not isinstance(value, types.FunctionType):
             return False
@@ -77,14 +85,19 @@ class Rotation:
     partial: bool = False
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Return whether :meth:`apply` takes what a forward passes, which may be anything."""
+        if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, cos, sin)):
+            return False
         if not q.dim() == k.dim() == 4 or cos.dim() != 3 or cos.shape != sin.shape:
             return False
         width = cos.shape[2] * (2 if self.doubled else 1)
         return (
-            cos.shape[0] in (1, q.shape[0])
+            q.shape[0] == k.shape[0]
+            and cos.shape[0] in (1, q.shape[0])
             and cos.shape[1] == q.shape[2] == k.shape[2]
             and (width <= q.shape[3] if self.partial else width == q.shape[3])
             and q.shape[3] == k.shape[3]
+            and q.dtype == k.dtype == cos.dtype == sin.dtype
             and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
             and takes(q, k, cos, sin)
         )

@@ -6,6 +6,7 @@ computes.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import types
 from collections import OrderedDict
@@ -129,13 +130,14 @@ def content(cell: types.CellType) -> object:
         return None
 
 
-def names_used(function: object) -> Iterator[tuple[str, object]]:
-    """Yield the global names and the attributes that the code of ``function`` and of its decorators
-    uses, with what a global name stands for, or None.
+def names_used(function: object) -> Iterator[tuple[str, str, object]]:
+    """Yield the operation on each global name and attribute in the code of ``function`` and of its
+    decorators, the name, and what it stands for as a global, or None.
     """
     for layer in layers_of(function):
-        for name in layer.__code__.co_names:
-            yield name, layer.__globals__.get(name)
+        for use in dis.get_instructions(layer.__code__):
+            if use.opcode in dis.hasname:
+                yield use.opname, use.argval, layer.__globals__.get(use.argval)
 
 
 @dataclass(eq=False)

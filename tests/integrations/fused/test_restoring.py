@@ -5,6 +5,7 @@ back, and the reasons if nothing is replaced.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ import hf_zero
 from hf_zero.config.kernels import AUTO
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
+from hf_zero.integrations.fused.rotations import rotating_forward
 from hf_zero.integrations.fused.sparse_attention import register_attention
 from hf_zero.ops.packed_linear import adjacent
 from hf_zero.zero.transaction import transaction
@@ -141,6 +143,68 @@ def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None
     assert left["LlamaRMSNorm"] == "it is neither an RMSNorm nor a LayerNorm"
     assert left["LlamaAttention"] == "it does not rotate the two halves of a head"
     assert same_step(model, right, "llama")
+
+
+def half_turn(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + half_turn(q) * sin, None if k is None else k * cos + half_turn(k) * sin
+
+
+def rotate_with_a_file(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    open(os.environ["PROBED"], "w").close()
+    return rotate(q, k, cos, sin)
+
+
+def rotate_with_an_import(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    import shutil
+
+    shutil.copy(__file__, os.environ["PROBED"])
+    return rotate(q, k, cos, sin)
+
+
+class Rotating(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return rotate(q, k, cos, sin)
+
+
+class WithAnAttribute(Rotating):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return rotate(self.rotate(q), k, cos, sin)
+
+
+class WithAFile(Rotating):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return rotate_with_a_file(q, k, cos, sin)
+
+
+class WithAnImport(Rotating):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return rotate_with_an_import(q, k, cos, sin)
+
+
+def test_a_rotation_is_replaced_where_the_kernel_takes_what_it_takes() -> None:
+    forward: Any = rotating_forward(Rotating)
+    q, k, angles = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
+    for queries, keys in ((q, k), (q, k[:1]), (q[:1], k), (q, None)):
+        right = rotate(queries, keys, *angles)
+        torch.testing.assert_close(forward(Rotating(), queries, keys, *angles), right)
+    torch.testing.assert_close(
+        forward(Rotating(), q, k, *angles.int()), rotate(q, k, *angles.int())
+    )
+
+
+def test_rotations_that_cannot_be_renamed_or_probed_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROBED", str(tmp_path / "file"))
+    for cls in (WithAnAttribute, WithAFile, WithAnImport):
+        assert rotating_forward(cls) is None, cls
+    assert list(tmp_path.iterdir()) == []
 
 
 # Family, kernel, options, the module that is left, and why.
