@@ -97,8 +97,8 @@ class HostHeartbeats:
         self._unheard_at = 0.0  # when to report hosts without regular heartbeats; 0: never
 
     def hold(self, timeout: float) -> None:
-        """Count an engine; the first starts the thread. A host is unreachable after ``timeout``
-        seconds without a heartbeat.
+        """Count an engine; the first starts the thread. A host is unreachable after the first's
+        ``timeout`` seconds without a heartbeat, until :meth:`release` has counted the last engine.
         """
         self._holders += 1
         if self._holders == 1:
@@ -165,9 +165,11 @@ class HostHeartbeats:
         away = {self._members[rank][1] for rank in gone} - near
         for descriptor in map(int, os.listdir(DESCRIPTORS) if away else ()):
             with suppress(OSError, IndexError):  # closed by now, or connected to nothing
-                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                copied = os.dup(descriptor)
+                if not stat.S_ISSOCK(os.fstat(copied).st_mode):
+                    os.close(copied)
                     continue
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                with socket.socket(fileno=copied) as connection:
                     if str(connection.getpeername()[0]).removeprefix("::ffff:") in away:
                         connection.shutdown(socket.SHUT_RDWR)
 

@@ -270,8 +270,11 @@ def test_a_network_without_udp_is_reported_once(
     contacts = [(f"10.0.0.{host}", 1) for host in (1, 2, 2)]
     heartbeats = HostHeartbeats(native, 0, TOKEN, contacts, 1800.0)
     heartbeats.hold(15.0)
+    heartbeats.hold(15.0)
     heartbeats.report_unheard()
     assert heard == []
+    heartbeats.hold(30.0)
+    assert heartbeats.timeout == 15.0  # of the first engine
     clock.now += host_heartbeats.UNHEARD_SECONDS
     for _ in range(2):
         heartbeats.report_unheard()
@@ -311,6 +314,13 @@ def test_connections_to_an_unreachable_host_are_shut_down_and_no_others(
         blocked = thread.submit(clients[1].recv, 1)
         heartbeats.sever()
         assert blocked.result(60) == b""
+    before = os.listdir("/proc/self/fd")
+
+    with open(__file__) as file, monkeypatch.context() as patch:
+        copy = os.dup  # of a descriptor that another thread has closed and used again
+        patch.setattr(os, "dup", lambda descriptor: copy(file.fileno()))
+        heartbeats.sever()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
     clients[0].sendall(b"x")
     assert servers[0].accept()[0].recv(1) == b"x"
     for each in (*servers, *clients):
