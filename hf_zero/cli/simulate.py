@@ -166,10 +166,9 @@ def _measured(job: Job, ranks: int, micro_batch: int | None, length: int) -> Mea
     settings = asked_for(ranks, precision, job.optimizer, **job.job_options()).settings
     dtype = COMPUTE[settings.precision]
     rows = micro_batch or settings.train_micro_batch_size_per_gpu or 1
-    module = module_of(job.model, job.params)[1]
     init_distributed()
     try:
-        measured = measure(module, rows, length, dtype)
+        measured = measure(module_of(job.model, job.params)[1], rows, length, dtype)
         return measured if get_rank() == 0 else None
     finally:
         destroy_process_group()
@@ -233,14 +232,8 @@ def _collectives(run: Simulation) -> PrintableTable:
         totals[0] += collective.nbytes
         totals[1] += collective.wire_bytes
     sent = sum(entry[1] for entry in sums.values())
-    for name, footer in (
-        ("phase", ""),
-        ("operation", ""),
-        ("group", ""),
-        ("number", ""),
-        ("bytes", ""),
-        ("sent", in_units(sent)),
-    ):
+    for name in ("phase", "operation", "group", "number", "bytes", "sent"):
+        footer = in_units(sent) if name == "sent" else ""
         right = name in ("number", "bytes", "sent")
         table.add_column(name, footer, justify="right" if right else "left")
     for key, number in rows.items():

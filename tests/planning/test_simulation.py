@@ -20,6 +20,7 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.planning.needs import state_bytes
 from hf_zero.planning.simulation.figures import model_states
+from hf_zero.planning.simulation.measuring import Measured
 from hf_zero.planning.simulation.recording import Message, Recorder, Wait, record
 from hf_zero.planning.simulation.simulated_engines import dims_of, record_plans
 from hf_zero.planning.simulation.simulating import plans_of_stages
@@ -261,6 +262,7 @@ def test_a_process_in_a_job_simulates_nothing() -> None:
     assert record_plans([own], 8)[0].events
 
 
+MEASURED = Measured("model.layers.0", 2.0, 1e9, 1e-5, 2, 1e-3, 1e8, 0.25, False)
 REFUSED: dict[str, dict[str, Any]] = {
     "stage 7 is unknown; choose one of 0, 1, 2, 3$": {"stage": 7},
     "params = inf is no size": {"params": float("inf")},
@@ -273,6 +275,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "length of '8' is not a number of tokens": {"sequence_length": "8"},
     "machine = 'dgx'": {"machine": "dgx"},
     "measured = 3": {"measured": 3},
+    "measured rates are of whole blocks": {"measured": MEASURED, "tensor_parallel": 2},
+    "whole blocks, .* measure without it": {"measured": MEASURED, "context_parallel": 2},
     "batch = 3": {"batch": 3},
     "batch= gives a list": {"batch": lambda rows, length: [torch.empty(rows, length)]},
     "Linear cannot be trained without memory": {"model": torch.nn.Linear(4, 4), "params": None},

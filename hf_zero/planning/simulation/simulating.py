@@ -118,6 +118,12 @@ def simulate(
     machine = machine or Machine()
     recordings = record_plans(plans, sequence_length, batch, machine.ranks_per_host)
     if measured is not None:
+        dims = plans[0].dims
+        if max(dims.tensor, dims.sequence_context, dims.expert) > 1:
+            raise ConfigError(
+                "measured rates are of whole blocks, of which a rank has parts with tensor, "
+                "sequence, context or expert parallelism; measure without it, and give the rates"
+            )
         machine = measured.machine(recordings[0], machine)
     spent = seconds_of_stages(
         {planned.rank: recording for planned, recording in zip(plans, recordings)},
