@@ -33,11 +33,7 @@ VERSION = os.environ.get(VARIABLE, "").strip() or f"{RELEASE}+hfzero"
 """What the facade states: its local part says whose it is, unless the environment has another
 release for a library that accepts no other.
 """
-NUMBERS = [
-    int(part)
-    for part in VERSION.partition("+")[0].split(".")
-    if part.isascii() and part.isdecimal()
-]
+NUMBERS = [int(part) for part in VERSION.partition("+")[0].split(".") if part.isdecimal()]
 MAJOR, MINOR, PATCH = (*NUMBERS, 0, 0, 0)[:3]
 GIT = "hf-zero"  # in place of a commit and of a branch
 TORCH_INFO = {

@@ -91,8 +91,7 @@ def estimate_zero2_model_states_mem_needs(
     """Return the bytes of host memory on each machine, and of each device, at stage 2."""
     model = _model_of(total_params, max(_count("total_params", total_params) // 32, 1))
     host, device = _needs(model, 2, num_gpus_per_node, num_nodes, cpu_offload, False)
-    whole = int(4 * total_params) * num_gpus_per_node
-    host = max(host, whole)  # before the model is sharded
+    host = max(host, int(4 * total_params) * num_gpus_per_node)  # before the model is sharded
     return int(host * additional_buffer_factor), device
 
 

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 
-AWAY = (
-    "while offload_states() keeps this engine's state in host memory; call engine.reload_states() "
-    "first"
-)
+AWAY = "while offload_states() keeps state in host memory; call engine.reload_states() first"
 KINDS = tuple(kind.value for kind in OffloadStateTypeEnum)
 # by the engine's kinds (``zero/state_bytes.py``)
 _NAMES = {
@@ -58,9 +55,8 @@ class StatesAway:
         kinds.synchronize(engine.device)  # complete the copies before their sources are freed
         for storage, _ in self._away:
             storage.resize_(0)
-        if self._away:
-            engine.changes.away = AWAY
-            engine.changes.parameters_away |= "lp_params" in chosen
+        engine.changes.away = AWAY if self._away else ""
+        engine.changes.parameters_away |= "lp_params" in chosen
 
     def reload(self, engine: TrainingEngine, non_blocking: bool) -> None:
         """Refill the storages."""

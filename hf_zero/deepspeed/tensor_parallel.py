@@ -5,6 +5,7 @@ names around it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +16,7 @@ from hf_zero.zero.layout.sharding import sharding_of
 
 
 def tp_model_init(
-    model: nn.Module,
-    tp_size: int,
-    dtype: object = None,
-    config: object = None,
-    tp_group: object = None,
+    model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
     """Run :func:`hf_zero.tensor_parallel`. ``dtype`` and ``config`` are ignored: ``initialize``
     gets those of the training. Raises NotBuiltError for a group of the caller's.

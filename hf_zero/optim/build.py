@@ -62,7 +62,7 @@ def build_optimizer(
     try:
         return cls(params, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
-        empty = "an empty parameter list" in str(error)
+        empty = isinstance(params, list) and not params
         remedy = "Pass parameters that it trains" if empty else "Correct optimizer.params"
         raise ConfigError(
             f"optimizer {cfg.type!r} with {dict(cfg.params)}: {error}. {remedy}."

@@ -89,6 +89,11 @@ BUILT: list[Row] = [
         ConfigError,
         "empty parameter list. Pass parameters that it trains",
     ),
+    (
+        lambda: build_optimizer(OptimizerConfig("AdamW", {}), ["an empty parameter list"]),
+        ConfigError,
+        "Correct optimizer.params",
+    ),
 ]
 
 OF_SCHEDULES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
