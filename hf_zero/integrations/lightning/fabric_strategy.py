@@ -79,7 +79,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     Args:
         config: a :class:`hf_zero.ZeroConfig`, dict, path, JSON text or preset ("zero0" … "zero3").
             Precision comes from Fabric; a different value in the configuration is an error.
-        stage: the ZeRO stage if ``config`` is not given; default: 3.
+        stage: the ZeRO stage if ``config`` names none; default: 3 without ``config``.
         exclude_frozen_parameters: leave frozen parameters out of checkpoints.
         accelerator, checkpoint_io, cluster_environment, parallel_devices, precision,
         process_group_backend, timeout: those of all of Fabric's strategies with ranks.
@@ -191,9 +191,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         if "gradient_clipping" in config.autos:
             values["gradient_clipping"] = 0.0
         micro = config.train_micro_batch_size_per_gpu or 1
-        settings = config.override(values, FABRIC).override(
-            {ACCUMULATION: 1, MICRO: micro, TOTAL: micro * readers()[0]}, NO_BATCH_SIZE
-        )
+        settings = config.override(values, FABRIC).without(TOTAL)
+        settings = settings.override({ACCUMULATION: 1, MICRO: micro}, NO_BATCH_SIZE)
         engine, _, _, _ = initialize(model=module, optimizer=optimizer, config=settings)
         engine.lr_scheduler = None  # the loop steps the scheduler
         engine.set_gradient_accumulation_boundary(True)

@@ -48,6 +48,7 @@ from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold
 from hf_zero.logging import listed
 from hf_zero.measures.figures import tracked
+from hf_zero.parallel.tensor.model import with_tensor_size
 from hf_zero.techniques.curriculum_samplers import CurriculumSampler, RankBatches, RankSamples
 from hf_zero.techniques.data_sampling import follow, sampled_metrics
 from hf_zero.techniques.training_phases import phases_of
@@ -92,7 +93,7 @@ class StrategyMethods(_Strategy):
         config: a :class:`hf_zero.ZeroConfig`, dict, path, JSON text or preset ("zero0" … "zero3").
             Precision, clipping and accumulation come from the Trainer; different values in the
             configuration are an error.
-        stage: the ZeRO stage if ``config`` is not given; default: 3.
+        stage: the ZeRO stage if ``config`` names none; default: 3 without ``config``.
         exclude_frozen_parameters: leave frozen parameters out of checkpoints.
         arguments: those in ARGUMENTS, common to all of Lightning's strategies with ranks.
 
@@ -216,7 +217,8 @@ class StrategyMethods(_Strategy):
 
     def _start_training(self, trainer: Trainer, module: torch.nn.Module) -> EngineProtocol:
         core, types = self._library("core.optimizer"), self._library("utilities.types")
-        settings = resolve(self.zero_config, trainer, self.world_size)
+        config = with_tensor_size(module, self.zero_config)
+        settings = resolve(config, trainer, self.world_size)
         optimizer, schedulers = self._script_optimizer(module, settings)
         engine, chosen, _, scheduler = initialize(
             model=module, optimizer=optimizer, config=settings

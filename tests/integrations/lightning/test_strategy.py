@@ -482,13 +482,19 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_layers_read_the_same_samples() -> None:
-    """By the sampler that Lightning puts into loaders."""
+    """By the sampler that Lightning puts into loaders; batch sizes count such ranks once."""
     models = [seeded(llama) for _ in range(4)]
+    sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 12}
+    plain = {"precision": "32-true", "gradient_clip_val": None, "gradient_clip_algorithm": None}
 
     def rank(rank: int) -> list[dict[str, int]]:
-        strategy = ZeroStrategy()
+        strategy: Any = ZeroStrategy({"stage": 3, **sizes})
+        strategy.cluster_environment = SimpleNamespace(world_size=lambda: 4)
         before = strategy.distributed_sampler_kwargs
         hf_zero.tensor_parallel(models[rank], 2)
+        trainer = SimpleNamespace(**plain, accumulate_grad_batches=1)
+        with pytest.raises(ConfigError, match="data-parallel ranks = 4 × 1 × 2;"):
+            strategy._start_training(trainer, models[rank])
         return [before, strategy.distributed_sampler_kwargs]
 
     for place, (before, split) in enumerate(run_ranks(4, rank)):
