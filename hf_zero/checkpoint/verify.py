@@ -16,8 +16,8 @@ from hf_zero.checkpoint.memory.inventory import (
     holds_records,
     is_from_memory,
     is_slot,
-    newest_record,
     records_in,
+    time_of_newest_record,
 )
 from hf_zero.checkpoint.memory.record import RankRecord, join_records
 from hf_zero.checkpoint.progress import Tick, progress_bar
@@ -70,7 +70,7 @@ def verify_checkpoint(
     """
     slots = _slots_below(as_path(src)) if tag is None else []
     if slots:
-        return _check_generation(max(slots, key=newest_record), progress)
+        return _check_generation(max(slots, key=time_of_newest_record), progress)
     return _check_folder(find_checkpoint(src, tag, complete=False), progress)
 
 

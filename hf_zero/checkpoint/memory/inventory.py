@@ -4,7 +4,8 @@ that are complete over all hosts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,14 @@ from hf_zero.checkpoint.tensorfile import hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 
-RANK_RECORDS = f"rank-*-of-*{SUFFIX}"
+RANK_RECORD = re.compile(r"rank-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
 
 
 @dataclass(frozen=True)
 class HeldFile:
-    """A rank file of a generation that a host holds, with its record. digest: the hash of the
-    record, which contains the hash of the file.
+    """A rank file of a generation that a host holds, with its record. attempt: a number that grows
+    with each start of the job and with each load. digest: the hash of the record, which contains
+    the hash of the file.
     """
 
     save_id: str
@@ -45,7 +47,9 @@ class Generation:
     holders: dict[int, list[str]] = field(default_factory=dict)
 
     def is_complete(self) -> bool:
-        """Return whether some host holds the file of each rank: every rank has committed it."""
+        """Return whether the file of each rank is on at least one host: every rank has committed
+        its own.
+        """
         return all(self.holders.get(rank) for rank in range(self.world))
 
     def least_holders(self) -> int:
@@ -55,8 +59,8 @@ class Generation:
 
 def is_later(saved: HeldFile | Generation, step: int, attempt: int) -> bool:
     """Return whether ``saved`` was saved after a checkpoint on disk of ``step`` and ``attempt``: it
-    belongs to a later attempt, or load within it, or has a later step of the same one. One of the
-    same step precedes the save on disk.
+    belongs to a later attempt, or to a later step of the same one. One of the same step precedes
+    the save on disk.
     """
     if not attempt:  # of a run without checkpoints in memory
         return saved.step > step
@@ -68,39 +72,37 @@ def scan(folders: Sequence[Path]) -> dict[HeldFile, Path]:
     A record that does not fit is logged and left out.
     """
     files: dict[HeldFile, Path] = {}
-    for path in (item for folder in folders for item in _records(folder)):
+    slots = (folder / slot for folder in folders for slot in SLOTS)
+    for path in (path for slot in slots for path in records_in(slot)):
         try:
             content = path.read_bytes()
             record = RankRecord.parse(content, path)
             entry = record.report.file
             file = path.with_name(entry.name)
             size = file.stat().st_size
-            if record_path(file) != path or size != entry.size:
-                raise CheckpointError(f"{file} has {size} bytes, its record says {entry.size}")
+            if record_path(file) != path:
+                raise CheckpointError(f"{path} is the record of {entry.name}; remove it")
+            if size != entry.size:
+                raise CheckpointError(f"{file} has {size} bytes, and {path} says {entry.size}")
         except (CheckpointError, OSError) as error:
             logger.warning("skipped in memory: %s", describe_error(error, path))
             continue
-        digest = hash_of(content)
-        key = HeldFile(
-            record.save_id, record.attempt, record.step, record.world, record.rank, digest
-        )
-        files[key] = file
+        held = (record.save_id, record.attempt, record.step, record.world, record.rank)
+        files[HeldFile(*held, hash_of(content))] = file
     return files
-
-
-def _records(folder: Path) -> Iterator[Path]:
-    for slot in SLOTS:
-        yield from records_in(folder / slot)
 
 
 def records_in(slot: Path) -> list[Path]:
     """Return the records in one slot, by rank."""
-    return sorted(slot.glob(RANK_RECORDS))
+    return sorted(path for path in slot.glob(f"*{SUFFIX}") if RANK_RECORD.fullmatch(path.name))
 
 
 def holds_records(folder: AnyPath) -> bool:
-    """Return whether ``folder`` is a slot with files of a generation."""
-    return not is_remote(folder) and next(iter(folder.glob(RANK_RECORDS)), None) is not None
+    """Return whether ``folder`` is a slot with files of a generation, or a copy of one under
+    another name; a script may name its own files like records.
+    """
+    records = [] if is_remote(folder) else records_in(folder)
+    return any(folder.name in SLOTS or p.with_suffix(".safetensors").is_file() for p in records)
 
 
 def is_from_memory(folder: AnyPath) -> bool:
@@ -119,7 +121,7 @@ def is_slot(folder: AnyPath) -> bool:
     return not is_remote(folder) and folder.name in SLOTS and (folder.parent / CLAIM).is_file()
 
 
-def newest_record(slot: Path) -> int:
+def time_of_newest_record(slot: Path) -> int:
     """Return the time of the last record in ``slot``, in nanoseconds; 0 if a save has removed all
     of them.
     """
@@ -133,10 +135,10 @@ def newest_record(slot: Path) -> int:
 def generations(
     hosts: Sequence[str], inventories: Sequence[Sequence[HeldFile]]
 ) -> list[Generation]:
-    """Return the generations of all hosts, newest first: those of the last attempt, or load within
-    it, which may have trained on from an earlier step than the others. ``inventories``: what each
-    rank reports of its host; ``hosts``: the host of each rank. A file whose records differ between
-    hosts is counted for none of them.
+    """Return the generations of all hosts, by attempt and then by step, newest first: those of a
+    later attempt come first also at an earlier step, since it may have resumed from an older
+    checkpoint. ``inventories``: what each rank reports of its host; ``hosts``: the host of each
+    rank. A file whose records differ between hosts is counted for none of them.
     """
     by_save: dict[str, Generation] = {}
     digests: dict[tuple[str, int], set[str]] = {}
@@ -153,15 +155,18 @@ def generations(
     return sorted(by_save.values(), key=lambda g: (g.attempt, g.step), reverse=True)
 
 
-def generation_to_keep(complete: Sequence[Generation], newest_id: str, copies: int) -> str:
-    """Return the save_id of the generation that the next save must not overwrite, of the
-    ``complete`` ones, newest first: ``newest_id``, from which training continues, by default the
-    newest. If a process died before all its ``copies`` counted, return the newest earlier one that
-    has all: else the loss of a host would lose everything until the next save is complete.
+def generation_to_keep(complete: Sequence[Generation], current_id: str, copies: int) -> str:
+    """Return the save_id of the generation that the next save must not overwrite: ``current_id``,
+    from which training continues, or the newest of the ``complete`` ones, newest first, if that is
+    empty.
+
+    If fewer than ``copies`` hosts hold some rank's file of it, return the newest older one that has
+    all copies, if there is one: the next save overwrites the other slot, and a host lost during
+    that save would leave no generation. A ``current_id`` that is not complete is returned as it is;
+    "" if there is nothing to keep.
     """
-    start = next((each for each in complete if each.save_id == newest_id), None)
-    if start is None and (newest_id or not complete):
-        return newest_id
-    start = start or complete[0]
-    older = complete[complete.index(start) :]
-    return next((each for each in older if each.least_holders() >= copies), start).save_id
+    start = next((each for each in complete if each.save_id == current_id), None)
+    if start is None and (current_id or not complete):
+        return current_id
+    older = complete[complete.index(start or complete[0]) :]
+    return next((each for each in older if each.least_holders() >= copies), older[0]).save_id

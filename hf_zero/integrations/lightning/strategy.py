@@ -217,8 +217,7 @@ class StrategyMethods(_Strategy):
 
     def _start_training(self, trainer: Trainer, module: torch.nn.Module) -> EngineProtocol:
         core, types = self._library("core.optimizer"), self._library("utilities.types")
-        config = with_tensor_size(module, self.zero_config)
-        settings = resolve(config, trainer, self.world_size)
+        settings = resolve(with_tensor_size(module, self.zero_config), trainer, self.world_size)
         optimizer, schedulers = self._script_optimizer(module, settings)
         engine, chosen, _, scheduler = initialize(
             model=module, optimizer=optimizer, config=settings

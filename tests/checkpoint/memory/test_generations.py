@@ -611,7 +611,38 @@ def test_a_slot_whose_records_go_meanwhile_is_a_problem_of_its_verdict(
 
     slot = next(setup.base.rglob(folders.SLOTS[0]))
     monkeypatch.setattr(Path, "glob", then_removed)
-    assert inventory.newest_record(slot) == 0
+    assert inventory.time_of_newest_record(slot) == 0
+
+
+def test_files_of_a_script_that_are_named_like_records_are_no_slot(tmp_path: Path) -> None:
+    setup = Kept(1, hosts="a").at(tmp_path)
+    attempt(setup, range(SAVED))
+    slot = file_of(setup, "a", 0).parent
+    logs, copied = slot.parents[1] / "logs", tmp_path / "copied"
+    logs.mkdir()
+    for name in ("rank-0-of-4.json", "rank-results-of-run.json", "rank-00000-of-00004.json"):
+        (logs / name).write_text('{"loss": 1}')
+    (slot / "rank-0-of-4.json").write_text('{"loss": 1}')
+    assert verify_checkpoint(setup.base).folder == slot
+    assert all(each.whole and each.folder.name in folders.SLOTS for each in verify_all(setup.base))
+    shutil.copytree(slot, copied)
+    assert verify_checkpoint(copied).whole and verify_checkpoint(copied).folder == copied
+    assert not inventory.holds_records(logs)
+
+
+def test_a_record_that_does_not_fit_its_file_is_told_with_its_path(
+    tmp_path: Path, heard: list[str]
+) -> None:
+    setup = Kept(hosts="aa", more={"copies": 1}).at(tmp_path)
+    attempt(setup, range(SAVED))
+    record = file_of(setup, "a", 0).with_suffix(".json")
+    other = file_of(setup, "a", 1)
+    other.with_suffix(".json").write_bytes(record.read_bytes())
+    os.truncate(record.with_suffix(".safetensors"), 10)
+    inventory.scan([record.parents[1]])
+    said = "\n".join(heard)
+    assert f"{other.with_suffix('.json')} is the record of {record.stem}.safetensors" in said
+    assert f"has 10 bytes, and {record} says 201600" in said
 
 
 def test_ranks_agree_on_the_number_of_an_engine(tmp_path: Path) -> None:
@@ -680,7 +711,7 @@ def test_unfreezing_before_the_load_keeps_the_generations(tmp_path: Path) -> Non
     assert run_ranks(2, resumes) == [STEPS, STEPS]
 
 
-# generations of steps 3 and 4, and the hosts that hold each rank's file; newest_id; what is kept
+# generations of steps 3 and 4, and the hosts that hold each rank's file; current_id; what is kept
 KEPT = {
     "the newest": ({4: ("ab", "ab"), 3: ("ab", "ab")}, "", "4"),
     "that with its copies": ({4: ("a", "ab"), 3: ("ab", "ab")}, "", "3"),
@@ -694,12 +725,12 @@ KEPT = {
 
 @pytest.mark.parametrize("case", KEPT)
 def test_a_generation_with_all_copies_is_kept(case: str) -> None:
-    held, newest_id, kept = KEPT[case]
+    held, current_id, kept = KEPT[case]
     whole = [
         Generation(str(step), 1, step, 2, {rank: list(hosts) for rank, hosts in enumerate(by_rank)})
         for step, by_rank in held.items()
     ]
-    assert generation_to_keep(whole, newest_id, 2) == kept
+    assert generation_to_keep(whole, current_id, 2) == kept
 
 
 def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard_in_full: list[str]) -> None:
