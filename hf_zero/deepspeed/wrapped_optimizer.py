@@ -1,4 +1,4 @@
-"""The attribute ``optimizer.optimizer``, by which DeepSpeed's optimizers have what they wrap."""
+"""The attribute ``optimizer.optimizer``, which DeepSpeed's optimizers have: the one they wrap."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import torch
 
 
 class _Absent:
-    """An attribute that instances lack, whatever their ``__dict__`` holds."""
+    """An attribute that instances lack, whatever their ``__dict__`` holds: with ``__set__`` it is
+    a data descriptor, which Python asks before it looks into the ``__dict__``.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        raise AttributeError(self._name)
+        raise AttributeError(f"an unwrapped optimizer has no attribute {self._name!r}")
 
     def __set__(self, instance: object, value: object) -> None:
-        raise AttributeError(self._name)
+        raise AttributeError(f"an unwrapped optimizer has no attribute {self._name!r}")
 
 
 def show_wrapped(optimizer: torch.optim.Optimizer) -> None:
-    """Give ``optimizer`` the attribute of that name, by which DeepSpeed's have what they wrap.
+    """Give ``optimizer`` an attribute ``optimizer``, as DeepSpeed's optimizers have for the one
+    that they wrap: a view.
 
-    It equals ``optimizer`` and shares all of its attributes but this one: libraries unwrap by
+    The view equals ``optimizer`` and shares all of its attributes but this one: libraries unwrap by
     ``while hasattr(optimizer, "optimizer")``. An attribute that a script's own class has stays.
     """
     if hasattr(optimizer, "optimizer"):
@@ -51,7 +54,9 @@ def show_wrapped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def hide_wrapped(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`show_wrapped`, whose cycle would keep ``optimizer`` alive."""
+    """Undo :func:`show_wrapped`. The cycle of the view and the attributes that it shares would keep
+    the state of ``optimizer`` until a garbage collection.
+    """
     shown = vars(optimizer).get("optimizer")
     if getattr(shown, "__dict__", None) is vars(optimizer):
         del vars(optimizer)["optimizer"]

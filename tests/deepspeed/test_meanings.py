@@ -602,6 +602,10 @@ def test_the_wrapped_optimizer_has_none_below() -> None:
         unwrapped, depth = unwrapped.optimizer, depth + 1
     assert depth == 1 and unwrapped == optimizer and {unwrapped: 1} == {optimizer: 1}
     assert isinstance(unwrapped, torch.optim.AdamW) and isinstance(unwrapped, type(optimizer))
+    with pytest.raises(AttributeError, match="an unwrapped optimizer has no attribute 'optimizer'"):
+        _ = unwrapped.optimizer
+    with pytest.raises(AttributeError, match="an unwrapped optimizer has no attribute 'optimizer'"):
+        unwrapped.optimizer = optimizer
     called, lr = [], optimizer.param_groups[0]["lr"]
     unwrapped.register_step_post_hook(lambda *given: called.append(given[0]))
     schedule = torch.optim.lr_scheduler.LambdaLR(unwrapped, lambda step: 0.5**step)
