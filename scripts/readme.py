@@ -216,7 +216,7 @@ def keys() -> dict[Path, str]:
         train: filled(train.read_text(), "keys of training files", training_file.table()),
         ROOT / "hf_zero/docs/combinations.md": f"{COMBINATIONS_HEAD}{features.combinations()}\n",
         ROOT / "hf_zero/docs/keys.md": f"{KEYS_HEAD}{schema.reference()}\n\n{classes()}\n",
-        ROOT / "hf_zero" / "config" / "schema.json": schema.text(),
+        ROOT / "hf_zero" / "config" / "schema.json": schema.schema_text(),
         ROOT / "hf_zero" / "config" / "keywords.py": formatted(schema.keywords()),
     }
 

@@ -131,7 +131,7 @@ def schema(
     if training:
         print(training_file.json_schema(), end="")
         return
-    print(keys.table() if table else keys.text(), end="\n" if table else "")
+    print(keys.table() if table else keys.schema_text(), end="\n" if table else "")
 
 
 INDENT = 12  # columns of an outcome

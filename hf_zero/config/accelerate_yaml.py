@@ -104,12 +104,12 @@ _OTHER_ENGINES = {
     "megatron_lm_config": "Megatron-LM",
     "fp8_config": "fp8 training",
 }
-_SIGNS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
+SIGNS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
 
 
 def is_accelerate(mapping: Mapping[str, object]) -> bool:
     """Return whether ``mapping`` is an Accelerate configuration rather than a ZeRO one."""
-    return any(mark in mapping for mark in _SIGNS)
+    return any(mark in mapping for mark in SIGNS)
 
 
 def kind_of(mapping: Mapping[str, object]) -> str:

@@ -1,4 +1,6 @@
-"""Descriptions of all configuration keys: a JSON schema for editors, a table for readers."""
+"""Descriptions of all configuration keys: a JSON schema for editors, a table and a reference for
+readers, and the types of ZeroConfig's keywords for type checkers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import json
 from dataclasses import fields
 from textwrap import wrap
 
-from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
+from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, SIGNS, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, is_experimental
 from hf_zero.config.reading import SWITCHES
 from hf_zero.config.settings import Settings
@@ -23,7 +25,7 @@ _SHORT: dict[str, JsonObject] = {
 }
 
 
-def text() -> str:
+def schema_text() -> str:
     """Return :func:`json_schema` as the text of the package's schema.json."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
@@ -31,14 +33,15 @@ def text() -> str:
 def json_schema() -> JsonObject:
     """Return the JSON schema of a configuration: DeepSpeed's dialect with our keys, or an
     Accelerate YAML, recognized by its own keys.
+
+    It accepts less than the reader, which also takes other spellings of values (1 for true, CPU)
+    and dotted keys.
     """
     return {
         "$schema": DRAFT,
         "$id": _ID,
         "title": "hf-zero configuration",
-        "if": {
-            "anyOf": [{"required": [name]} for name in ("deepspeed_config", "distributed_type")]
-        },
+        "if": {"anyOf": [{"required": [name]} for name in SIGNS]},
         "then": {"$ref": "#/definitions/accelerate"},
         "else": {"$ref": "#/definitions/zero"},
         "definitions": {"zero": _dialect(), "accelerate": _accelerate()},
@@ -67,9 +70,9 @@ def _place(root: JsonObject, path: str, leaf: JsonObject) -> None:
     for section in sections:
         new = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
         node = node["properties"].setdefault(section, new)
-        if "$ref" in node:  # an alias of a section, whose keys are already in the schema
+        if "$ref" in node:  # an alias of a section: KEYS come first, so its keys are placed
             return
-    node["properties"].setdefault(name, leaf)
+    node["properties"].setdefault(name, leaf)  # an alias never replaces a key
 
 
 def _pointer(path: str) -> str:
@@ -107,11 +110,8 @@ def _accelerate() -> JsonObject:
     for path, key in ACCELERATE_KEYS.items():
         section, _, name = path.rpartition(".")
         properties = inside if section else top
-        properties[name] = (
-            {"anyOf": [dict(key.value_type.schema), {"type": "null"}]}
-            if key.value_type.schema
-            else {}
-        )
+        schema = key.value_type.schema
+        properties[name] = {"anyOf": [dict(schema), {"type": "null"}]} if schema else {}
         properties[name]["description"] = described(key)
     for name, path in TRANSLATED.items():
         inside[name] = _leaf(KEYS[path])
@@ -139,7 +139,7 @@ def table() -> str:
     """Return a Markdown table of all keys of the dialect."""
     lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for path, key in KEYS.items():
-        default = "" if key.default is None or key.default == () else f"`{_json(key.default)}`"
+        default = "" if key.default is None or key.default == () else f"`{_shown(key.default)}`"
         value = key.value_type.expected.replace("|", "\\|")
         shown = default if key.status is Status.ACTIVE else ""
         meaning = described(key).replace("|", "\\|")
@@ -168,7 +168,7 @@ def _item(key: Key) -> str:
     if key.status is Status.ACTIVE:
         value = f"{key.value_type.expected}. "
         if key.default not in (None, ()):
-            default = f" Default: `{_json(key.default)}`."
+            default = f" Default: `{_shown(key.default)}`."
     ending = "" if meaning.endswith(".") else "."
     if is_experimental(key.path):
         default += " Experimental."
@@ -208,13 +208,12 @@ def keywords() -> str:
             row = by_field[item.name]
             text = described(row)
             types = ["Dtype"] if row.value_type is DTYPE else _python(row.value_type.schema)
-        lines += [f"    {item.name}: {' | '.join(dict.fromkeys([*types, 'None']))}", *_quoted(text)]
-    row = KEYS[ALIASES["prefetch_bucket_size"]]
-    lines += [f"    prefetch_bucket_size: {' | '.join(_python(row.value_type.schema))} | None"]
-    lines += _quoted(described(row))
+        lines += _keyword(item.name, types, text)
+    alias = KEYS[ALIASES["prefetch_bucket_size"]]
+    lines += _keyword("prefetch_bucket_size", _python(alias.value_type.schema), described(alias))
     dtype = f"Dtype: TypeAlias = {' | '.join([*_python(DTYPE.schema), 'torch.dtype'])}"
     head = [*_HEAD, *(f"    {line}" for line in [*sorted(modules), "", dtype])]
-    return "\n".join([*head, *_CLASS, *lines]) + "\n"
+    return "\n".join([*head, "", "", "class Keywords(TypedDict, total=False):", *lines]) + "\n"
 
 
 _HEAD = (
@@ -231,7 +230,6 @@ _HEAD = (
     "    import torch",
     "",
 )
-_CLASS = ("", "", "class Keywords(TypedDict, total=False):")
 
 
 def _python(schema: JsonObject) -> list[str]:
@@ -247,6 +245,10 @@ def _python(schema: JsonObject) -> list[str]:
     return [_TYPES[schema["type"]]] if "type" in schema else (["object"] if not schema else [])
 
 
+def _keyword(name: str, types: list[str], text: str) -> list[str]:
+    return [f"    {name}: {' | '.join(dict.fromkeys([*types, 'None']))}", *_quoted(text)]
+
+
 def _quoted(text: str) -> list[str]:
     lines = wrap(text, 90) or [""]
     if len(lines) == 1:
@@ -254,5 +256,5 @@ def _quoted(text: str) -> list[str]:
     return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:]), '    """']
 
 
-def _json(value: object) -> str:
+def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig, sections
+from hf_zero.config.accelerate_yaml import is_accelerate
 from hf_zero.config.keys import KEYS
 from hf_zero.config.optimizers import NAMED
 from hf_zero.config.schema import json_schema
@@ -95,3 +96,10 @@ def test_the_schema_and_the_configuration_refuse_the_same_values(
     assert [error.absolute_path[-1] for error in wrong] == [refused] * bool(refused)
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         ZeroConfig.from_dict(written)
+
+
+def test_the_schema_tells_accelerate_files_as_the_reader_does():
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft7Validator(json_schema())
+    for sign in ({"compute_environment": "LOCAL_MACHINE"}, {"distributed_type": "DEEPSPEED"}):
+        assert is_accelerate(sign) and not [*validator.iter_errors(sign)]
