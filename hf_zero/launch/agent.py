@@ -16,78 +16,103 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 GRACE_SECONDS = 40.0  # longer than the 30 s that torchrun gives its ranks
 CANNOT_START = 127
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_SECONDS = 0.1
+KILLS = 5  # passes over the descendants, which may start others meanwhile
+
+
+class _Flag:
+    """A request to end."""
+
+    is_set = False
+
+    def set(self) -> None:
+        self.is_set = True
 
 
 def main() -> int:
     """Carry out the order on standard input. Returns the command's exit code, as a shell does."""
-    order = json.loads(sys.stdin.readline() or "null")
-    if order is None:
-        return CANNOT_START  # standard input is closed: the caller is gone
+    line = sys.stdin.readline() if sys.stdin else ""
+    if not line.endswith("\n"):
+        return CANNOT_START  # the caller is gone, and may not have written all of it
+    order = json.loads(line)
     _adopt_orphans()
-    ending = threading.Event()
+    # The flag is polled: an Event's lock can deadlock where a second signal interrupts the handler
+    # of the first.
+    told = _Flag()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before there is a child
-        signal.signal(number, lambda *_: ending.set())
+        signal.signal(number, lambda *_: told.set())
     try:
         child = subprocess.Popen(
             order["command"],
             env={**os.environ, **order["environment"]},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=_terminate_with_parent if sys.platform == "linux" else None,
         )
     except OSError as error:
         print(f"hf-zero: cannot start {order['command'][0]}: {error}", file=sys.stderr, flush=True)
         return CANNOT_START
-    threading.Thread(target=_watch_input, args=(ending,), daemon=True).start()
-    threading.Thread(target=_watch_child, args=(child, ending), daemon=True).start()
-    ending.wait()
-    end(child, order.get("grace", GRACE_SECONDS))
+    threading.Thread(target=_watch_input, args=(told,), daemon=True).start()
+    while child.poll() is None and not told.is_set:
+        time.sleep(POLL_SECONDS)
+    end(child, GRACE_SECONDS)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def end(child: subprocess.Popen[Any], grace: float) -> None:
-    """Terminate ``child``, and kill it after ``grace`` seconds. If it failed, also kill all of its
-    descendants, in any session.
+    """Terminate ``child``, then its descendants in any session, and kill what is left after
+    ``grace`` seconds. If it has failed by itself, kill its descendants; if it has ended with 0, let
+    them live.
     """
     import psutil
 
+    me = psutil.Process()
     if child.poll() is None:
+        deadline = time.monotonic() + grace
         child.terminate()
         try:
             child.wait(grace)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-    if child.returncode:
-        for process in psutil.Process().children(recursive=True):
-            try:
+        left = me.children(recursive=True)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        psutil.wait_procs(left, max(0.0, deadline - time.monotonic()))
+    elif not child.returncode:
+        return
+    for _ in range(KILLS):
+        left = me.children(recursive=True)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        psutil.wait_procs(left, 1.0)
 
 
 def _adopt_orphans() -> None:
-    """Adopt orphaned descendants, so that this process can find and kill them (Linux only)."""
+    """Adopt orphaned descendants, so that this process can find and end them (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _watch_input(ending: threading.Event) -> None:
+def _terminate_with_parent() -> None:
+    """Have the system terminate this process, a child, if the agent itself is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _watch_input(told: _Flag) -> None:
     while os.read(0, 4096):
         continue
-    ending.set()
-
-
-def _watch_child(child: subprocess.Popen[Any], ending: threading.Event) -> None:
-    child.wait()
-    ending.set()
+    told.set()
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # without waiting for the thread that reads the input
+    sys.exit(main())

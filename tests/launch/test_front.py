@@ -5,6 +5,7 @@ ranks as ``hf-zero launch`` repeats them, its exit codes, and the addresses on w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -113,7 +114,7 @@ def test_a_host_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> Non
     assert carry_out(LaunchPlan(starts, None)) == 255
     said = capfd.readouterr().err
     assert "[lost] no route to host" in said
-    assert "lost ended with code 255; ssh could not reach it, or its connection broke" in said
+    assert "lost ended with code 255; sh could not reach it, or its connection broke" in said
     done = completed([sys.executable, "-m", "hf_zero.launch.agent"], timeout=300.0)
     assert done.returncode == 127, "an agent that gets no orders starts nothing"
 
@@ -133,11 +134,84 @@ def test_a_signal_ends_all_and_is_told(tmp_path: Path) -> None:
             assert time.monotonic() < limit and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)  # at once, as from a terminal that closes
         _, err = process.communicate(timeout=300.0)
     finally:
         end_group(process)
-    assert process.returncode == 128 + signal.SIGTERM and "SIGTERM, ending all hosts" in err
+    code, name = process.returncode - 128, err.partition("hf-zero: ")[2].partition(",")[0]
+    assert code in (signal.SIGTERM, signal.SIGHUP) and name == signal.Signals(code).name, err
     assert all(gone(int(path.read_text())) for path in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what ends with its parent does on Linux")
+@in_one_item(["closed", "SIGTERM twice", "killed"])
+def test_an_agent_leaves_no_rank(ended: str) -> None:
+    """Its command ends with 0 when terminated, and leaves a child behind."""
+    line = "trap 'exit 0' TERM; sleep 3600 & echo $!; wait"
+    command = [sys.executable, "-m", "hf_zero.launch.agent"]
+    pipe = subprocess.PIPE
+    agent = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    assert agent.stdin is not None and agent.stdout is not None
+    try:
+        order = {"command": ["bash", "-c", line], "environment": {}}
+        agent.stdin.write(json.dumps(order) + "\n")
+        agent.stdin.flush()
+        left = int(agent.stdout.readline())
+        (command_id,) = (each.pid for each in psutil.Process(agent.pid).children())
+        if ended == "closed":
+            agent.stdin.close()
+        elif ended == "killed":
+            agent.kill()
+        else:
+            for _ in range(2):
+                agent.send_signal(signal.SIGTERM)
+        code = agent.wait(300.0)
+        assert gone(command_id) and code == (-signal.SIGKILL if ended == "killed" else 0)
+        assert ended == "killed" or gone(left)
+    finally:
+        end_group(agent)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
+
+
+def test_an_order_that_is_cut_off_starts_nothing() -> None:
+    command = [sys.executable, "-m", "hf_zero.launch.agent"]
+    done = completed(command, input='{"command": ["true"], "env', timeout=300.0)
+    assert (done.returncode, done.stderr) == (127, "")
+
+
+def test_a_reader_that_pauses_keeps_no_host_alive(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    line = f"echo $$ > {pid}; exec yes"
+    process = subprocess.Popen(
+        [sys.executable, "-c", FRONT, line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        limit = time.monotonic() + 300.0
+        while not pid.exists() or not pid.read_text().strip():
+            assert time.monotonic() < limit and process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1.0)  # the pipe is full
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300.0) == 128 + signal.SIGTERM and gone(int(pid.read_text()))
+    finally:
+        end_group(process)
+
+
+def test_output_of_what_is_left_behind_is_cut_off_once(capfd: pytest.CaptureFixture[str]) -> None:
+    starts = [on(name, "sleep 60 & echo $!; exit 0") for name in "abc"]
+    begun = time.monotonic()
+    try:
+        assert carry_out(LaunchPlan(starts, None)) == 0
+        said = capfd.readouterr()
+        assert "a, b, c: a process left behind holds the output" in said.err
+        assert time.monotonic() - begun < 60.0, "each waits its own seconds"
+    finally:
+        for line in said.out.splitlines():
+            os.kill(int(line.split()[-1]), signal.SIGKILL)
 
 
 def test_nohup_holds(tmp_path: Path) -> None:
