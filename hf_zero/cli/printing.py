@@ -5,23 +5,33 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import math
 import os
 import shutil
 import sys
 import unicodedata
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from textwrap import TextWrapper
 from typing import Annotated, Any
 
 import typer
-from rich import table
 from rich.console import Console, RenderableType
+from rich.table import Column, Table
 
 from hf_zero.logging import in_units
 
 __all__ = [
-    "AsJson", "PrintableTable", "entry", "in_units", "print_json", "print_table",
+    "AsJson",
+    "PrintableTable",
+    "entry",
+    "in_units",
+    "print_json",
+    "print_table",
+    "printable",
     "replace_unencodable",
-]  # fmt: skip
+]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -65,8 +75,16 @@ def printable(text: str) -> str:
     )
 
 
-class PrintableTable(table.Table):
-    """A table whose cells, title and caption cannot control the terminal."""
+class PrintableTable(Table):
+    """A table whose cells, heads, footers, title and caption cannot control the terminal."""
+
+    def __init__(self, *heads: Column | str, title: str = "", caption: str = "", **options: Any):
+        heads = tuple(printable(head) if isinstance(head, str) else head for head in heads)
+        title, caption = printable(title), printable(caption)
+        super().__init__(*heads, title=title or None, caption=caption or None, **options)
+
+    def add_column(self, header: str = "", footer: str = "", **options: Any) -> None:  # type: ignore[override]
+        super().add_column(printable(header), printable(footer), **options)
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         shown = (printable(cell) if isinstance(cell, str) else cell for cell in cells)
@@ -74,8 +92,22 @@ class PrintableTable(table.Table):
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document on stdout. Values of types unknown to JSON become strings."""
-    print(json.dumps(value, indent=2, default=str))
+    """Print one JSON document on stdout. Values and keys of types unknown to JSON become strings,
+    numbers that are not finite null.
+    """
+    print(json.dumps(_json_of(value), indent=2, default=str, allow_nan=False))
+
+
+def _json_of(value: object) -> object:
+    if isinstance(value, Mapping):
+        known = (str, int, float, bool, type(None))
+        return {
+            key if isinstance(key, known) else str(key): _json_of(entry)
+            for key, entry in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_json_of(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def entry(head: str, *notes: str, label: str = "", indent: int = 4) -> str:
@@ -108,11 +140,11 @@ def print_table(table: PrintableTable) -> None:
     console = Console(
         width=size.columns, height=size.lines, markup=False, emoji=False, highlight=False
     )
-    title, caption, table.title, table.caption = table.title, table.caption, None, None
-    for column in table.columns:
-        column.overflow = "fold"
-    if title:
-        console.print(printable(str(title)), style="table.title", soft_wrap=not has_width)
-    console.print(table)
-    if caption:
-        console.print(printable(str(caption)), style="table.caption", soft_wrap=not has_width)
+    grid = copy(table)
+    grid.title = grid.caption = None
+    grid.columns = [replace(column, overflow="fold") for column in table.columns]
+    if table.title:
+        console.print(printable(str(table.title)), style="table.title", soft_wrap=not has_width)
+    console.print(grid)
+    if table.caption:
+        console.print(printable(str(table.caption)), style="table.caption", soft_wrap=not has_width)

@@ -19,8 +19,8 @@ def written(rows: list[ExplainRow], *keys: str) -> list[ExplainRow]:
 
 
 def as_summary(rows: list[ExplainRow]) -> list[str]:
-    """Return ``rows`` as lines of at most :data:`WIDTH` characters, for rank 0's log: values by
-    source, the sections that are off, and keys without effect by reason.
+    """Return ``rows`` as lines of at most :data:`WIDTH` characters, unless a word is longer, for
+    rank 0's log: values by source, the sections that are off, and keys without effect by reason.
     """
     disabled = [name for row in rows if (name := _disabled_section(row))]
     values: dict[str, list[str]] = {}  # by source
@@ -31,21 +31,35 @@ def as_summary(rows: list[ExplainRow]) -> list[str]:
         if row.note.startswith(NO_EFFECT):
             idle.setdefault(row.note.removeprefix(NO_EFFECT), []).append(row.key)
         else:
-            source, value = row.source.removesuffix(f": {row.key}"), shown_value(row.value)
-            if source == row.source and source.startswith((*FILES, DICT)):  # under another name
-                source, _, name = source.rpartition(": ")
-                value = f"{value} ({name})"
-            elif source.startswith(COMPUTED):
-                source, value = COMPUTED, f"{value} ({source.removeprefix(f'{COMPUTED}: ')})"
+            source, value = _source_and_value(row)
             values.setdefault(source, []).append(f"{row.key} = {value}")
     lines = [line for source, texts in values.items() for line in _filled(f"{source}: ", texts)]
     if disabled:
-        lines += _filled("off: ", disabled)
+        outermost = [name for name in disabled if not _is_within(name, disabled)]
+        lines += _filled("off: ", outermost)
     if idle:
         lines.append("without effect in hf-zero:")
     for why, keys in idle.items():
         lines += _filled("  ", [*keys[:-1], f"{keys[-1]}: {why}"])
     return lines
+
+
+def _source_and_value(row: ExplainRow) -> tuple[str, str]:
+    """Return the source that values are listed under, and the value as listed there: with the name
+    of its key in that source, if it has another there, or with the formula of a computed one.
+    """
+    value, (source, _, name) = shown_value(row.value), row.source.rpartition(": ")
+    if name == row.key:
+        return source, value
+    if row.source.startswith(f"{COMPUTED}: "):
+        return COMPUTED, f"{value} ({row.source.removeprefix(f'{COMPUTED}: ')})"
+    if row.source.startswith((*FILES, DICT)):
+        return source, f"{value} ({name})"
+    return row.source, value
+
+
+def _is_within(section: str, others: Iterable[str]) -> bool:
+    return any(section.startswith(f"{other}.") for other in others)
 
 
 def _disabled_section(row: ExplainRow) -> str:

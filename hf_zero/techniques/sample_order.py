@@ -5,11 +5,13 @@ number of consumed samples. Each step draws from the *pool*, the samples that ar
   due, with equal probabilities, and it is due no longer. A draw that finds none starts another
   epoch: all are due again. So no sample is drawn twice in an epoch, however the pool changes
   meanwhile, and if the pool is the whole dataset the order is a shuffle per epoch.
-- From a pool smaller than a batch, samples are drawn several times within the batch.
+- A batch may hold a sample twice where an epoch ends within it, and more often if the pool is
+  smaller than the batch.
 
 All ranks have the same order; the samplers of data loaders distribute it among them. A resumed run,
 on any number of ranks with the same number of samples a step, replays only the sizes of its draws:
-one permutation for each change of the pool, nothing for the samples in between.
+one permutation and one pass over the rows for each change of the pool, nothing for the samples in
+between.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from hf_zero.techniques.difficulty_index import RankedSamples
 @dataclass(frozen=True)
 class Criterion:
     """The limit of one metric: samples up to ``difficulty(step)`` are admitted, steps counted from
-    1. The difficulty is a value of the metric or, if ``percentiles`` is given, one of so many
-    percentiles.
+    1. The difficulty is a value of the metric or, if the highest percentile is given as
+    ``percentiles``, a percentile.
     """
 
     name: str
@@ -49,6 +51,11 @@ class Criterion:
         return self._counts[difficulty]
 
     def describe(self, step: int) -> str:
+        """Return the limit at ``step`` and how many samples it admits, for errors."""
+        limit, count = self._limit(step), self.admitted(step)
+        return f"{limit} ({count} sample{'s' * (count != 1)})"
+
+    def _limit(self, step: int) -> str:
         difficulty = self.difficulty(step)
         if self.percentiles is None:
             return f"{self.name} ≤ {difficulty:g}"
@@ -99,9 +106,12 @@ class SampleOrder:
         pool = np.flatnonzero(admitted)
         if not len(pool):
             limits = " and ".join(criterion.describe(step) for criterion in self.criteria)
+            if not self.rows:
+                raise ConfigError("the dataset has no samples")
             raise ConfigError(
-                f"no sample is admitted at step {step}, which asks for {limits}; raise "
-                "min_difficulty (`hf-zero analyze` shows the values)"
+                f"no sample is admitted at step {step}, which asks for {limits}; raise the "
+                "difficulty of the schedule there, for example its min_difficulty (`hf-zero "
+                "analyze` shows the values)"
             )
         return pool
 
@@ -120,6 +130,7 @@ class _Draws:
         self._size = self._at = 0
 
     def change_pool(self, pool: np.ndarray, step: int) -> None:
+        """Draw from ``pool`` from ``step`` on; what was drawn in this epoch is not due."""
         if self._at:
             self._due[self._shuffled()[: self._at]] = False
         self._pool, self._key, self._epochs, self._order = pool, step, 0, None
@@ -138,6 +149,7 @@ class _Draws:
         self._order, self._size, self._at = None, len(self._pool), at + 1
 
     def take(self, count: int) -> np.ndarray:
+        """Return the next ``count`` samples: [count]."""
         taken = []
         while count:
             count_here = min(count, self._size - self._at) or min(count, len(self._pool))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_zero.cli import runs as command
+from hf_zero.cli.printing import PrintableTable, print_json, print_table
 from hf_zero.errors import ConfigError
 from hf_zero.logging import BARS, curve, parse_json
 from hf_zero.measures import metrics_file
@@ -42,6 +43,25 @@ def run(tmp_path: Path) -> Path:
     text = "\n".join(map(json.dumps, rows))
     (tmp_path / "metrics.jsonl").write_text(text + '\n{"step": 31, "lo')  # being written
     return tmp_path
+
+
+def test_names_and_figures_of_a_report_control_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = PrintableTable("", "r\x1b[31mun", title="\x1b[2Jt", caption="c")
+    table.add_column("\x1b[0mh", "\x1b[1mf")
+    table.add_row("a", "b", "\x07")
+    for _ in range(2):  # printing changes no table
+        print_table(table)
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown and "\x07" not in shown
+        assert all(text in shown for text in ("r\\x1b[31mun", "\\x1b[2Jt", "\\x1b[0mh", "c"))
+
+
+def test_json_of_commands_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"loss": float("nan"), "rates": [float("inf"), 1.0], Path("a"): Path("b")})
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed == {"loss": None, "rates": [None, 1.0], "a": "b"}
 
 
 def test_the_figures_of_a_run(run: Path) -> None:

@@ -68,9 +68,15 @@ def test_the_seed_decides_and_epochs_differ(index):
 def test_a_step_that_admits_nothing_is_an_error(index):
     order = SampleOrder(ROWS, [Criterion("m", index, lambda step: 5 - 3 * step)], 4, 0)
     with pytest.raises(
-        ConfigError, match=r"no sample is admitted at step 2.*m ≤ -1.*min_difficulty"
+        ConfigError,
+        match=r"no sample is admitted at step 2.*m ≤ -1 \(0 samples\).*schedule there, .*min_diff",
     ):
         list(itertools.islice(order.after(0), 8))
+
+
+def test_a_dataset_without_samples_is_named():
+    with pytest.raises(ConfigError, match="the dataset has no samples"):
+        next(SampleOrder(0, [], 4, 0).after(0))
 
 
 def sampler_over(order, drop_last=False):
