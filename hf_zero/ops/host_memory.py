@@ -21,6 +21,7 @@ import resource
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,11 +49,11 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def numa_node(device: torch.device) -> int | None:
-    """Return the NUMA node of a device; None if there is only one, or if neither driver nor system
-    reports it.
+    """Return the NUMA node of a device; None where neither driver nor system reports it, as on
+    hosts of one node.
     """
-    properties = kinds.properties(device)
     try:
+        properties = kinds.properties(device)
         bus, slot = properties.pci_bus_id, properties.pci_device_id
         address = f"{properties.pci_domain_id:04x}:{bus:02x}:{slot:02x}.0"
         node = int((_PCI / address / "numa_node").read_text())
@@ -77,8 +78,10 @@ def _prefer_node(address: int, nbytes: int, node: int) -> bool:
     return bool(_LIBC.syscall(*call, mask, ctypes.c_ulong(1024), ctypes.c_uint(0)) == 0)
 
 
-def _bring_in(address: int, nbytes: int) -> int:
-    """Populate every page, on all cores of this rank; return an errno, or 0."""
+def _bring_in(address: int, nbytes: int, holds_zeros: bool) -> int:
+    """Populate every page, on all cores of this rank; return an errno, or 0. Before Linux 5.14
+    zeros are written, and pages of other content are populated when they are used.
+    """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -91,7 +94,8 @@ def _bring_in(address: int, nbytes: int) -> int:
             return 0
         if ctypes.get_errno() != errno.EINVAL:
             return ctypes.get_errno()
-        ctypes.memset(address + start, 0, length)
+        if holds_zeros:
+            ctypes.memset(address + start, 0, length)
         return 0
 
     starts = range(0, nbytes, chunk)
@@ -184,17 +188,19 @@ class HostArena:
         self._advise(address, nbytes, huge_pages)
         try:
             if file is not None:
-                # behind the policy; a page that is missing later would be a signal
+                # After mbind, so that its pages go to the node; SIGBUS would end this process where
+                # the file system cannot give a page later.
                 os.posix_fallocate(file, 0, requested)
-            if error := _bring_in(address, nbytes):
+            if error := _bring_in(address, nbytes, holds_zeros=file is None):
                 why = f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free"
                 raise self._refused(requested, why)
         except BaseException:
             _LIBC.munmap(address, nbytes)
             raise
         unregister = self._register(address, nbytes) if registers else None
-        memory = self._held(address, nbytes)
-        weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
+        memory = self._held(
+            address, nbytes, partial(_release, address, nbytes, os.getpid(), unregister)
+        )
         return torch.frombuffer(memory, dtype=dtype, count=numel)
 
     def _advise(self, address: int, nbytes: int, huge_pages: bool) -> None:
@@ -212,10 +218,16 @@ class HostArena:
             )
             self._node = None
 
-    def _held(self, address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-        """Return the bytes at ``address``, counted as long as a tensor on them lives."""
+    def _held(
+        self, address: int, nbytes: int, release: Callable[[], object]
+    ) -> ctypes.Array[ctypes.c_char]:
+        """Return the bytes at ``address``, counted as long as a tensor on them lives, and released
+        afterwards.
+        """
         memory = (ctypes.c_char * nbytes).from_address(address)
         self._mapped[address] = nbytes
+        # the last one registered runs first: another thread may get the address once it is released
+        weakref.finalize(memory, release).atexit = False
         weakref.finalize(memory, self._mapped.pop, address, None).atexit = False
         return memory
 
@@ -226,9 +238,8 @@ class HostArena:
         except RuntimeError as error:
             raise self._refused(requested, f"torch says: {str(error).splitlines()[0]}") from error
         at = -block.data_ptr() % mmap.PAGESIZE
-        memory = self._held(block.data_ptr() + at, nbytes)
-        # keeps the block alive as long as the memory
-        weakref.finalize(memory, block.untyped_storage).atexit = False
+        # the reference keeps the block alive as long as the memory
+        memory = self._held(block.data_ptr() + at, nbytes, block.untyped_storage)
         return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
     def _refused(self, nbytes: int, why: str) -> HostMemoryError:

@@ -69,6 +69,32 @@ def test_memory_is_what_was_asked_for_and_there(populate, monkeypatch):
     assert mapping is not None and "hg" not in mapping["VmFlags"].split()
 
 
+def test_memory_of_a_file_keeps_its_content_on_older_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_POPULATE_WRITE", 9999)
+    (tmp_path / "slots").write_bytes(b"\x07" * 8192)
+    with open(tmp_path / "slots", "r+b") as file:
+        assert (HostArena().take(8192, torch.uint8, file.fileno()) == 7).all()
+    assert (tmp_path / "slots").read_bytes() == b"\x07" * 8192
+
+
+def test_memory_is_not_counted_once_it_may_be_given_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arena, seen, release = HostArena(), list[int](), host_memory._release
+    monkeypatch.setattr(
+        host_memory, "_release", lambda *given: (seen.append(arena.nbytes), release(*given))
+    )
+    tensor = arena.take(4096, torch.uint8)
+    del tensor
+    assert seen == [0]
+
+
+def test_a_device_without_a_bus_has_no_node() -> None:
+    assert host_memory.numa_node(torch.device("cpu")) is None
+
+
 def test_tensors_of_every_dtype_stand_on_pages_of_their_own() -> None:
     arena, names = HostArena(pin=True), ("float32", "bfloat16", "float16", "uint8", "int64")
     tensors = [arena.take(1001, getattr(torch, name)) for name in names]

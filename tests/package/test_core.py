@@ -54,7 +54,7 @@ CORE = {
 DOORS = ("hf_zero", "hf_zero.checkpoint", "hf_zero.optim", "hf_zero.config.keywords")
 
 # At most: lines of code of the core, and of the package.
-LINES, ALL_LINES = 30_000, 93_600
+LINES, ALL_LINES = 30_000, 93_800
 
 
 def is_core(module: str) -> bool:
