@@ -135,7 +135,7 @@ def test_what_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         HostArena().take(1 << 60, torch.uint8)
     seen: list[int] = []
     monkeypatch.setattr(
-        host_memory, "_bring_in", lambda address, nbytes: seen.append(address) or errno.ENOMEM
+        host_memory, "_bring_in", lambda address, nbytes, **_: seen.append(address) or errno.ENOMEM
     )
     arena = HostArena()
     with pytest.raises(HostMemoryError, match="Cannot allocate memory"):
