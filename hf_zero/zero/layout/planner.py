@@ -458,9 +458,10 @@ def _casts_master(spec: FlatSpec) -> bool:
     Messages in blocks are encoded from the shard, also where steps send differences.
     """
     narrower = spec.dtype.itemsize < spec.master_dtype.itemsize
+    if not (spec.sharded and spec.trainable and narrower):
+        return False
     from_master = spec.gather_codec is None or spec.gather_codec.reads_master
-    from_shard = spec.momentum_blocks is not None or spec.sends_differences
-    return spec.sharded and spec.trainable and narrower and from_master and not from_shard
+    return from_master and spec.momentum_blocks is None and not spec.sends_differences
 
 
 def _pieces(
