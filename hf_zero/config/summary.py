@@ -26,7 +26,7 @@ def as_summary(rows: list[ExplainRow]) -> list[str]:
     values: dict[str, list[str]] = {}  # by source
     idle: dict[str, list[str]] = {}  # keys without effect, by reason
     for row in rows:
-        if any(f"{row.key}.".startswith(f"{name}.") for name in disabled):
+        if _is_within(f"{row.key}.", disabled):
             continue
         if row.note.startswith(NO_EFFECT):
             idle.setdefault(row.note.removeprefix(NO_EFFECT), []).append(row.key)

@@ -71,9 +71,6 @@ def end(child: subprocess.Popen[Any], grace: float) -> None:
     ``grace`` seconds. If it has failed by itself, kill its descendants; if it has ended with 0, let
     them live.
     """
-    import psutil
-
-    me = psutil.Process()
     if child.poll() is None:
         deadline = time.monotonic() + grace
         child.terminate()
@@ -82,19 +79,24 @@ def end(child: subprocess.Popen[Any], grace: float) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        left = me.children(recursive=True)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.terminate()
-        psutil.wait_procs(left, max(0.0, deadline - time.monotonic()))
+        _signal_descendants(signal.SIGTERM, max(0.0, deadline - time.monotonic()))
     elif not child.returncode:
         return
     for _ in range(KILLS):
-        left = me.children(recursive=True)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, 1.0)
+        _signal_descendants(signal.SIGKILL, 1.0)
+
+
+def _signal_descendants(number: signal.Signals, timeout: float) -> None:
+    """Send a signal to all descendants of this process, and wait until they have ended, at most
+    ``timeout`` seconds.
+    """
+    import psutil
+
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    psutil.wait_procs(left, timeout)
 
 
 def _adopt_orphans() -> None:
