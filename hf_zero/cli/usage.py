@@ -5,7 +5,7 @@ message with what was given, what is expected and the nearest name, in place of 
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
@@ -17,8 +17,14 @@ from hf_zero.errors import HfZeroError
 BAD_INPUT = 2
 
 REQUIRED = re.compile(r"\{(.*)\}(\.\.\.)?")  # as typer marks a required argument
-INTEGER, NUMBER = "a whole number", "a number"
-KINDS = {"int": INTEGER, "integer": INTEGER, "float": NUMBER}
+# patterns of pydantic's and click's messages about a value; a group is the bound that it misses
+WRONG = {
+    "valid integer": "is not a whole number",
+    "valid number|valid float": "is not a number",
+    r"greater than or equal to (\S+)|range x>=(\S+)\.": "is not at least",
+    r"less than or equal to (\S+)|range x<=(\S+)\.": "is not at most",
+    r"range (\S+)\.": "is not in the range",
+}
 
 
 class Command(TyperCommand):
@@ -79,7 +85,7 @@ def _problem_of(error: Any, context: Any, words: list[str]) -> tuple[str, list[A
         name = next((word for word in words if repr(word) in message), "")
         return f"there is no command {name!r}{_suggestion(name, [*context.command.commands])}", []
     if "unexpected extra argument" in message:
-        extra = message.partition("(s) (")[2].rstrip(")") or message
+        extra = message.partition(" (")[2].removesuffix(")")
         return f"more arguments than it takes: {extra}", []
     if "requires an argument" in message:
         return f"{error.option_name} needs a value after it", []
@@ -95,28 +101,25 @@ def _problem_of(error: Any, context: Any, words: list[str]) -> tuple[str, list[A
 
 
 def _bad_value(error: Any, parameter: Any) -> str:
-    """Return the message for a value of another type, or out of range."""
+    """Return the message for a value of another type or out of range. That of a parser of the
+    command's own follows the name of the option as it is.
+    """
+    # typer's first releases read values by click, whose messages begin with the value; later ones
+    # by pydantic, whose errors have it
     errors: list[Any] = getattr(error.__cause__, "errors", list)()
-    option = f"{_label(parameter)} {errors[0]['input']}" if errors else _label(parameter)
-    kind = getattr(parameter, "type_descriptor", None) or getattr(parameter, "type", None)
-    parses = getattr(getattr(kind, "parameter_info", kind), "parser", getattr(kind, "func", None))
-    kind = getattr(kind, "annotation", kind)
-    kind = next(iter(get_args(kind)), kind)
-    expected = KINDS.get(getattr(kind, "__name__", getattr(kind, "name", "")))
-    least = re.search(r"greater than or equal to (\S+)|x>=(\S+)", error.message)
-    if expected is None or parses is not None:  # the command's own message
-        return f"{option}: {error.message}"
-    most = re.search(r"less than or equal to (\S+)|x<=(\S+)", error.message)
-    bounds = [f"of at least {least[1] or least[2]}"] if least else []
-    bounds += [f"of at most {most[1] or most[2]}"] if most else []
-    return " ".join([f"{option} is not {expected}", *bounds])
+    value = errors[0]["input"] if errors else error.message.partition(" is not ")[0].strip("'")
+    for pattern, wrong in WRONG.items():
+        if match := re.search(pattern, error.message):
+            bound = f" {match[match.lastindex]}" if match.lastindex else ""
+            return f"{_label(parameter)} {value} {wrong}{bound}"
+    return f"{_label(parameter)}: {error.message}"
 
 
 def _label(parameter: Any) -> str:
-    """Return an argument as its help has it, and an option by its longest name."""
+    """Return an argument as its help has it, and an option by its first long name."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar).partition(" ")[0]
-    return max(parameter.opts, key=len) if parameter.opts[0][:2] != "--" else parameter.opts[0]
+    return next((name for name in parameter.opts if name[:2] == "--"), str(parameter.opts[0]))
 
 
 def _suggestion(name: str, names: list[str]) -> str:
