@@ -113,7 +113,7 @@ def parse_rate(text: str) -> float:
     if match is not None:
         rate = float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
     if not 0 < rate < math.inf:
-        raise ConfigError(f"{text!r} is no speed of a link; write 100Mbit or 1Gbit, for instance")
+        raise ConfigError(f"{text!r} is no number of bits a second; write 1Gbit, for instance")
     return rate
 
 

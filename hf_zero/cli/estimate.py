@@ -16,6 +16,7 @@ import typer
 
 from hf_zero.cli.estimate_tables import (
     ConfiguredStage,
+    WayOnLink,
     lengths_table,
     link_json,
     link_rows,
@@ -24,11 +25,11 @@ from hf_zero.cli.estimate_tables import (
     tiers_table,
     trials_table,
 )
-from hf_zero.cli.options import Job, Ranks, expanded, offload_section, refuse
+from hf_zero.cli.options import Job, Ranks, expanded, offload_section, parsed, refuse
 from hf_zero.cli.printing import AsJson, print_json, print_table
 from hf_zero.config.memory import MemorySection
 from hf_zero.errors import ConfigError
-from hf_zero.logging import parse_size
+from hf_zero.logging import parse_rate, parse_size
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -152,8 +153,9 @@ def estimate(
         _print_proposal(_propose(model, ranks, per_host, job, free, stage, seq), as_json, out)
         return
     _refuse_without_fit(free, out)
-    if link and job.pp > 1:
+    if job.pp > 1:
         refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
+    rate = None if link is None else parsed("--link", parse_rate, link)
     config = ZeroConfig.coerce(job.config, allow_auto=True) if job.config else None
     if config is None or not config.section_of(MemorySection).every:
         why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
@@ -171,20 +173,18 @@ def estimate(
             sequence_lengths=seq or (),
             **options,
         )
-    rates = (
-        link_rows(
-            model, ranks, stage, link, precision=job.precision, optimizer=job.optimizer, **options
+    ways: dict[int, list[WayOnLink]] = {}
+    if rate is not None:
+        ways = link_rows(
+            model, ranks, stage, rate, precision=job.precision, optimizer=job.optimizer, **options
         )
-        if link
-        else {}
-    )
     if as_json:
-        print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
+        print_json(result.to_dict() | ({"link": link_json(ways)} if ways else {}))
         return
     marked = (config.stage, str(job.config)) if config is not None and stage is None else None
     _print_estimate(result, per_host, marked)
-    if link:
-        print_table(link_table(rates, ranks, link))
+    if rate is not None:
+        print_table(link_table(ways, ranks, rate))
 
 
 def _refuse_beside_fit(job: Job, moments: str | None, link: str | None) -> None:
@@ -253,8 +253,8 @@ def _model(job: Job) -> Any:
 
 
 def _memory(option: str, text: str) -> int:
-    """Parse the memory that ``option`` gives. Raises ConfigError for a number without a unit."""
-    size = parse_size(text)
+    """Return the bytes that ``option`` gives. Raises ConfigError for few bytes without a unit."""
+    size = int(parsed(option, parse_size, text))
     if text.strip().isdecimal() and size < 1e6:
         raise ConfigError(f"{option} {text} is {size} bytes; write the unit: {option} {text}GB")
     return size

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.cli.printing import PrintableTable, in_units
-from hf_zero.logging import JsonObject, counted, parse_rate, rate_in_units
+from hf_zero.logging import JsonObject, counted, rate_in_units
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -166,12 +166,11 @@ def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> PrintableTable:
 
 
 def link_rows(
-    model: Module, ranks: int, stage: int | None, link: str, **options: Any
+    model: Module, ranks: int, stage: int | None, rate: float, **options: Any
 ) -> dict[int, list[WayOnLink]]:
-    """Return the ways of sending of each stage, the dense one first. ``options``: further arguments
-    of :func:`hf_zero.planning.estimate.traffic`. Raises ConfigError for an invalid ``link`` speed.
+    """Return the ways of sending of each stage on a link of ``rate`` bits a second, the dense one
+    first. ``options``: further arguments of :func:`hf_zero.planning.estimate.traffic`.
     """
-    rate = parse_rate(link)
     from hf_zero.planning.estimate import traffic
 
     by_stage = traffic(model, ranks, stage=stage, **options)
@@ -200,9 +199,10 @@ def link_json(rows: dict[int, list[WayOnLink]]) -> list[JsonObject]:
     ]
 
 
-def link_table(rows: dict[int, list[WayOnLink]], ranks: int, link: str) -> PrintableTable:
+def link_table(rows: dict[int, list[WayOnLink]], ranks: int, rate: float) -> PrintableTable:
+    """Return the ways of sending of each stage on links of ``rate`` bits a second."""
     table = PrintableTable(
-        title=f"{ranks} ranks, each with a link of {rate_in_units(parse_rate(link))}: a step sends",
+        title=f"{ranks} ranks, each with a link of {rate_in_units(rate)}: a step sends",
         caption="Per rank and step, if nothing is computed meanwhile; with the seconds that "
         "putting elements into few bits takes on this machine. Below the last column's speed a "
         "step is shorter than a dense one.",

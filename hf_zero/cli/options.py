@@ -161,6 +161,14 @@ def offload_section(device: str | None, moments: str | None = None) -> JsonObjec
     return {name: value for name, value in section.items() if value is not None}
 
 
+def parsed(option: str, parse: Callable[[str], float], text: str) -> float:
+    """Return ``parse(text)``, the value of ``option``, which the ConfigError of a bad one names."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
 def refuse(options: Mapping[str, object], why: str) -> None:
     """Raise ConfigError for the first of the ``options`` that was written."""
     for name, value in options.items():

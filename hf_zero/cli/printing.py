@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import io
 import json
-import math
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 from hf_zero.logging import in_units
+from hf_zero.measures.metrics_file import finite
 
 __all__ = [
     "AsJson",
@@ -107,7 +107,7 @@ def _json_of(value: object) -> object:
         }
     if isinstance(value, (list, tuple)):
         return [_json_of(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite(value)
 
 
 def entry(head: str, *notes: str, label: str = "", indent: int = 4) -> str:

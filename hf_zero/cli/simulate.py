@@ -5,16 +5,18 @@ the other ranks: bytes by tier and phase, collectives, seconds.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from hf_zero.cli.options import Job, Ranks, expanded, offload_section
+from hf_zero.cli.options import Job, Ranks, expanded, offload_section, parsed
 from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.logging import JsonObject, parse_rate, rate_in_units
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from hf_zero.planning.simulation import Machine, Measured, Simulation
 
 
@@ -24,7 +26,7 @@ class Rates:
 
     flops: Annotated[
         float | None,
-        typer.Option(help="FLOP/s that a rank reaches in matrix products, 312e12 say."),
+        typer.Option(min=1, help="FLOP/s that a rank reaches in matrix products, 312e12 say."),
     ] = None
     memory_rate: Annotated[
         str | None, typer.Option(help="Bits a second of its memory: 7.2Tbit.")
@@ -50,20 +52,30 @@ class Rates:
     latency: Annotated[
         float | None, typer.Option(min=0, help="Seconds of a message by doubling of its ranks.")
     ] = None
-
     store_rate: Annotated[
-        float | None, typer.Option(help="Requests a second that the job's store answers.")
+        float | None, typer.Option(min=1, help="Requests a second that the job's store answers.")
     ] = None
 
     def machine(self) -> Machine:
+        """Return the machine with these rates. Raises ConfigError, which names the option, for a
+        speed that cannot be read.
+        """
         from hf_zero.planning.simulation import Machine
 
         speeds = {
-            "memory": self.memory_rate, "node": self.node_link, "network": self.network,
-            "host_link": self.host_link, "host_memory": self.host_memory, "disk": self.disk,
-        }  # fmt: skip
+            "memory": ("--memory-rate", self.memory_rate),
+            "node": ("--node-link", self.node_link),
+            "network": ("--network", self.network),
+            "host_link": ("--host-link", self.host_link),
+            "host_memory": ("--host-memory", self.host_memory),
+            "disk": ("--disk", self.disk),
+        }
         values: JsonObject = {
-            **{name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
+            **{
+                name: parsed(option, parse_rate, text) / 8
+                for name, (option, text) in speeds.items()
+                if text is not None
+            },
             "flops": self.flops,
             "latency": self.latency,
             "store": self.store_rate,
@@ -114,20 +126,22 @@ def simulate(
 
     from hf_zero.distributed.process_group import default_device
     from hf_zero.planning.simulation import simulate as compute
+    from hf_zero.planning.simulation.simulating import module_of
 
+    machine = rates.machine()
+    name, model = module_of(job.model, job.params)
     measured = None
     if measure:
         cpu = cpu or default_device().type == "cpu"
-        measured = _measured(job, ranks, micro_batch, seq)
+        measured = _measured(model, job, ranks, micro_batch, seq)
         if measured is None:
             return
     simulation = compute(
-        job.model,
+        model,
         ranks,
         stage,
         cast("Any", job.precision),  # the function checks it
         job.optimizer,
-        params=job.params,
         offload_optimizer=offload_section(job.offload_optimizer),
         offload_param=offload_section(job.offload_param),
         replicas=replicas,
@@ -136,10 +150,11 @@ def simulate(
         sequence_length=seq,
         rank=rank,
         device=torch.device("cpu") if cpu else None,
-        machine=rates.machine(),
+        machine=machine,
         measured=measured,
         **job.job_options(),
     )
+    simulation = replace(simulation, model=name)
     if as_json:
         print_json(simulation.to_dict())
         return
@@ -151,15 +166,17 @@ def simulate(
     print_table(_store(simulation))
 
 
-def _measured(job: Job, ranks: int, micro_batch: int | None, length: int) -> Measured | None:
-    """Return the rates of the ranks at hand, in the precision and with the sequences of a
-    micro-batch that are simulated; None on all ranks but the first, which have nothing else to do.
+def _measured(
+    model: Module, job: Job, ranks: int, micro_batch: int | None, length: int
+) -> Measured | None:
+    """Return the rates of the ranks at hand for ``model``, in the precision and with the sequences
+    of a micro-batch that are simulated; None on all ranks but the first, which have nothing else to
+    do.
     """
     from hf_zero.distributed.init import init_distributed
     from hf_zero.distributed.process_group import destroy_process_group, get_rank
     from hf_zero.planning.estimate_job import asked_for
     from hf_zero.planning.simulation import measure
-    from hf_zero.planning.simulation.simulating import module_of
     from hf_zero.zero.layout.precision import COMPUTE
 
     precision = cast("Any", job.precision)  # the function checks it
@@ -168,7 +185,7 @@ def _measured(job: Job, ranks: int, micro_batch: int | None, length: int) -> Mea
     rows = micro_batch or settings.train_micro_batch_size_per_gpu or 1
     init_distributed()
     try:
-        measured = measure(module_of(job.model, job.params)[1], rows, length, dtype)
+        measured = measure(model, rows, length, dtype)
         return measured if get_rank() == 0 else None
     finally:
         destroy_process_group()
@@ -223,21 +240,18 @@ def _collectives(run: Simulation) -> PrintableTable:
         caption="Sent: bytes that this rank sends, assuming ring algorithms.",
         show_footer=True,
     )
-    rows: Counter[tuple[str, str, str]] = Counter()
-    sums: dict[tuple[str, str, str], list[int]] = {}
+    counts, nbytes, sent = (Counter[tuple[str, str, str]]() for _ in range(3))
     for collective in run.collectives:
         key = collective.phase, collective.operation, collective.group
-        rows[key] += collective.count
-        totals = sums.setdefault(key, [0, 0])
-        totals[0] += collective.nbytes
-        totals[1] += collective.wire_bytes
-    sent = sum(entry[1] for entry in sums.values())
-    for name in ("phase", "operation", "group", "number", "bytes", "sent"):
-        footer = in_units(sent) if name == "sent" else ""
-        right = name in ("number", "bytes", "sent")
-        table.add_column(name, footer, justify="right" if right else "left")
-    for key, number in rows.items():
-        table.add_row(*key, str(number), *map(in_units, sums[key]))
+        counts[key] += collective.count
+        nbytes[key] += collective.nbytes
+        sent[key] += collective.wire_bytes
+    for name in ("phase", "operation", "group"):
+        table.add_column(name)
+    for name, footer in (("number", ""), ("bytes", ""), ("sent", in_units(sent.total()))):
+        table.add_column(name, footer, justify="right")
+    for key, count in counts.items():
+        table.add_row(*key, str(count), in_units(nbytes[key]), in_units(sent[key]))
     return table
 
 
@@ -248,17 +262,14 @@ def _seconds(run: Simulation) -> PrintableTable:
         "memory": f"memory {rate_in_units(8 * machine.memory)}",
         "node": f"link within a host {rate_in_units(8 * machine.node)}",
         "network": f"of a host {rate_in_units(8 * machine.network)}",
-        **(
-            {
-                "host_link": f"link to the host {rate_in_units(8 * machine.host_link)}",
-                "host_memory": f"memory of a host {rate_in_units(8 * machine.host_memory)}",
-                "disk": f"disks of a host {rate_in_units(8 * machine.disk)}",
-            }
-            if run.peak_bytes["ram"] or run.peak_bytes["disk"]
-            else {}
-        ),
         "ranks_per_host": f"{machine.ranks_per_host} ranks a host",
     }
+    if run.peak_bytes["ram"] or run.peak_bytes["disk"]:
+        rates |= {
+            "host_link": f"link to the host {rate_in_units(8 * machine.host_link)}",
+            "host_memory": f"memory of a host {rate_in_units(8 * machine.host_memory)}",
+            "disk": f"disks of a host {rate_in_units(8 * machine.disk)}",
+        }
     assumed = [text for name, text in rates.items() if name not in machine.sources]
     measured = [text for name, text in rates.items() if name in machine.sources]
     caption = f"Given or measured: {', '.join(measured)}. " if measured else ""

@@ -39,6 +39,7 @@ from hf_zero.config.sourced import is_written
 from hf_zero.device import free_memory, kinds, pinned
 from hf_zero.logging import JsonObject, in_units, logger
 from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectives
+from hf_zero.measures.metrics_file import finite
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
 from hf_zero.measures.utilization import flops_per_token, peak_flops
 from hf_zero.zero.state_bytes import bytes_by_tier, held_bytes
@@ -72,8 +73,7 @@ def evaluation_results(values: Mapping[str, object]) -> JsonObject:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, Real) and not isinstance(value, bool):
-            number = float(value)
-            results[name] = number if math.isfinite(number) else None
+            results[name] = finite(float(value))
     return results
 
 

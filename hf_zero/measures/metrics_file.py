@@ -179,7 +179,7 @@ class MetricsFile:
         """Append the line of one step. A number that is not finite is null."""
         with self._writing():
             self._last = figures["step"]
-            self.waiting.append({k: _finite(value) for k, value in figures.items()})
+            self.waiting.append({k: finite(value) for k, value in figures.items()})
             folder = self.folder
             if folder is not None and self._flush(folder) > self._rotate_bytes and self._sync():
                 number = 1 + max(_numbered(folder), default=0)
@@ -309,5 +309,6 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
     draft.replace(path)
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """Return ``value``, or None for a number that is not finite, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

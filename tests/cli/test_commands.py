@@ -22,6 +22,7 @@ from hf_zero.cli.printing import in_units
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers.meta_model import sized_model
 from hf_zero.planning.simulation import Machine, Measured
 from tests.cli.invoked import ROOT, ZERO3, invoke, refusal
 from tests.helpers.cells import in_one_item
@@ -84,15 +85,22 @@ def test_estimate_prints_the_library_s_figures(model: str, tmp_path: Path) -> No
 def test_simulate_measures_what_the_configuration_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sequences of a micro-batch and the precision, which the simulated step has, too."""
+    """The sequences of a micro-batch and the precision, which the simulated step has, too, and its
+    model, which is built once.
+    """
     measured = Measured("model.layers.0", 2.0, 1e9, 1e-5, 2, 1e-3, 1e8, 0.25, False)
-    calls = list[tuple[object, ...]]()
+    calls, built = list[tuple[object, ...]](), list[float]()
+
+    def build(parameters: float) -> torch.nn.Module:
+        built.append(parameters)
+        return sized_model(parameters)
 
     def measure(module: object, *arguments: object) -> Measured:
         calls.append(arguments)
         return measured
 
     monkeypatch.setattr("hf_zero.planning.simulation.measure", measure)
+    monkeypatch.setattr("hf_zero.planning.simulation.simulating.sized_model", build)
     config = tmp_path / "zero.json"
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 8, "fp16": {"enabled": True}}))
     command = "simulate --params 2M --ranks 2 --seq 16 --measure"
@@ -100,6 +108,7 @@ def test_simulate_measures_what_the_configuration_trains(
     invoke(f"{command} --config {config} --micro-batch 3")
     invoke(f"{command} --precision fp32")
     assert calls == [(8, 16, torch.float16), (3, 16, torch.float16), (1, 16, torch.float32)]
+    assert built == [2e6] * 3
 
 
 def test_simulate_prints_the_library_s_figures() -> None:
@@ -250,7 +259,8 @@ estimate m --ranks 2 --fit --offload-optimizer cpu => --offload-optimizer = 'cpu
 estimate m --ranks 2 -o a.json => 'a.json': it is for what --fit proposes; add --fit
 estimate m --ranks 2 --fit --disk {ZERO3} => --disk {ZERO3}: {ZERO3} is no folder; pass one
 estimate m --ranks 2 --fit --disk {ZERO3}/a/b => --disk {ZERO3}/a/b: {ZERO3} is no folder; pass one
-estimate m --ranks 2 --fit --ram much => 'much' is not a number of bytes; write 80GB
+estimate m --ranks 2 --link 1GB => --link: '1GB' is no number of bits a second
+estimate m --ranks 2 --fit --ram much => --ram: 'much' is not a number of bytes; write 80GB
 estimate m --ranks 2 --moments bf16 => --moments = 'bf16': it goes with --offload-optimizer cpu
 estimate m --ranks 2 --offload-optimizer none --moments bf16 => --moments = 'bf16': it goes with
 estimate m --ranks 2 --offload-param disk => offload_param.device = 'disk' (str) is not one of
@@ -261,7 +271,8 @@ simulate --ranks 2 => either a model or params
 simulate --params 1e5 --ranks 2 => params = 100000 is no size of a model; write a number from 1e+06
 simulate --params 1e6 --ranks 2 --rank 2 => rank 2 is none of 2 ranks; choose 0 to 1
 simulate --params 1e6 --ranks 2 --measure --precision foo => precision 'foo' is unknown
-simulate --params 1e6 --ranks 2 --flops 0 => flops = 0.0 is no rate of a machine
+simulate --params 1e6 --network 5GB => --network: '5GB' is no number of bits a second; write 1Gbit
+simulate --params 1e6 --measure --disk x => --disk: 'x' is no number of bits a second
 simulate --params 1e6 --ranks 3 --replicas 2 => replicate_size = 2
 analyze /no/such/data => /no/such/data does not exist
 analyze {ZERO3} => has the suffix .yaml; name a file with one of .parquet, .json

@@ -143,6 +143,8 @@ def test_a_rate_is_above_zero(name: str) -> None:
     [
         ("flops", "fast", "no rate"),
         ("memory", None, "no rate"),
+        ("network", float("inf"), "no rate"),
+        ("latency", float("inf"), "no time"),
         ("latency", -1e-6, "no time"),
         ("operation", None, "no time"),
         ("first_write", -1.0, "no time"),
