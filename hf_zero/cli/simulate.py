@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from hf_zero.planning.simulation import Machine, Measured, Simulation
 
+NAMES = {"memory_rate": "memory", "node_link": "node"}  # fields of Machine with other names
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -62,25 +64,16 @@ class Rates:
         """
         from hf_zero.planning.simulation import Machine
 
-        speeds = {
-            "memory": ("--memory-rate", self.memory_rate),
-            "node": ("--node-link", self.node_link),
-            "network": ("--network", self.network),
-            "host_link": ("--host-link", self.host_link),
-            "host_memory": ("--host-memory", self.host_memory),
-            "disk": ("--disk", self.disk),
-        }
         values: JsonObject = {
-            **{
-                name: parsed(option, parse_rate, text) / 8
-                for name, (option, text) in speeds.items()
-                if text is not None
-            },
             "flops": self.flops,
             "latency": self.latency,
             "store": self.store_rate,
             "ranks_per_host": self.ranks_per_host,
         }
+        for name in ("memory_rate", "node_link", "network", "host_link", "host_memory", "disk"):
+            if (text := getattr(self, name)) is not None:
+                bits = parsed(f"--{name.replace('_', '-')}", parse_rate, text)
+                values[NAMES.get(name, name)] = bits / 8
         values = {name: value for name, value in values.items() if value is not None}
         return Machine(**values, sources=dict.fromkeys(values, "given"))
 

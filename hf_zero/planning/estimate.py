@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -247,10 +247,10 @@ def estimate(
             or lengths that do not divide.
     """
     estimate_job = asked_for(ranks, precision, optimizer, **job)
-    settings = estimate_job.settings
+    settings, lengths = estimate_job.settings, _tokens(sequence_lengths)
     # the rows of stages below 3 do not offload parameters
     optimizer_section, param_section = offload_sections(settings, offload_optimizer, offload_param)
-    name, module = open_model(model, needs_loss=bool(sequence_lengths))
+    name, module = open_model(model, needs_loss=bool(lengths))
     placed = settings.placed(3, optimizer_section, param_section)
     plans = plans_of(module, estimate_job, placed)
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].zero_stages))
@@ -279,7 +279,7 @@ def estimate(
         tensor=dims.tensor,
         expert=dims.expert,
         pipeline=dims.pipeline,
-        lengths=_lengths(plans[0], sequence_lengths),
+        lengths=_lengths(plans[0], lengths),
     )
 
 
@@ -357,7 +357,7 @@ def propose(
         plans = [replan(part, settings) for part in plans]
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].zero_stages[begins:]))
-    lengths = _lengths(plans[0], () if sequence_length is None else (sequence_length,))
+    lengths = _lengths(plans[0], [] if sequence_length is None else [tokens_of(sequence_length)])
     options = [way for row in lengths for way in row.ways] or [ActivationOption()]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if lengths else ACTIVATIONS
@@ -424,15 +424,18 @@ def _cut(dims: ParallelDims) -> str:
     return f"hf_zero.pipeline_stages({model}, {dims.pipeline})"
 
 
-def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstimate, ...]:
-    """Return the activation estimates for sequences of each of ``lengths``.
-
-    Raises ConfigError for what is not a number of tokens, and with tensor, expert or pipeline
-    parallelism.
+def _tokens(lengths: Any) -> list[int]:
+    """Return the lengths in a sequence or an array as ints, or one length as a list. Raises
+    ConfigError for what is not a number of tokens.
     """
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
-    lengths = [*lengths] if isinstance(lengths, Iterable) else [lengths]
-    tokens = [tokens_of(length) for length in lengths]
+    return [tokens_of(n) for n in (lengths if isinstance(lengths, Iterable) else [lengths])]
+
+
+def _lengths(base_plan: EnginePlan, tokens: Sequence[int]) -> tuple[LengthEstimate, ...]:
+    """Return the activation estimates for sequences of each of these lengths. Raises ConfigError
+    with tensor, expert or pipeline parallelism.
+    """
     if tokens and base_plan.dims.splits_model:
         raise ConfigError(
             "activations beside tensor, expert or pipeline parallelism are not known; leave the "

@@ -31,6 +31,7 @@ from hf_zero.zero.layout.stage_policy import POLICIES
 
 Precision = Literal["fp32", "float32", "no", "bf16", "bfloat16", "fp16", "float16"]
 MAX_RANKS = 1 << 20
+LONGEST = 1 << 40  # tokens of a sequence; shapes of more overflow
 PRECISIONS = {
     **dict.fromkeys(("fp32", "float32", "no"), "fp32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
@@ -110,7 +111,7 @@ def asked_for(
         pipeline_parallel,
         division_of(settings),
     )
-    device = device or kinds.device_for_estimate(gpu=True)
+    device = torch.device(device or kinds.device_for_estimate(gpu=True))
     settings = settings.on_device(device.type)
     return EstimateJob(settings, settings.optimizer or chosen, dims, device)
 
@@ -207,7 +208,7 @@ def exact_precision(precision: object) -> str:
 
 def check_stage(stage: object) -> None:
     """Raise ConfigError unless ``stage`` is one of ZeRO."""
-    if not isinstance(stage, int) or stage not in POLICIES:
+    if type(stage) is not int or stage not in POLICIES:
         raise ConfigError(
             f"stage {stage!r} is unknown; choose one of {', '.join(map(str, sorted(POLICIES)))}"
         )
@@ -215,12 +216,13 @@ def check_stage(stage: object) -> None:
 
 def tokens_of(length: object) -> int:
     """Return a sequence length as an int. Raises ConfigError for what is not a number of tokens."""
-    if isinstance(length, bool) or not isinstance(length, Integral) or length < 1:
+    tokens = int(length) if isinstance(length, Integral) and not isinstance(length, bool) else 0
+    if not 1 <= tokens <= LONGEST:
         raise ConfigError(
-            f"a sequence length of {length!r:.40} is not a number of tokens; pass an integer of at "
-            "least 1"
+            f"a sequence length of {length!r:.40} is not a number of tokens; pass an integer from "
+            f"1 to {LONGEST:,}"
         )
-    return int(length)
+    return tokens
 
 
 def open_model(model: object, needs_loss: bool = False) -> tuple[str, nn.Module]:

@@ -21,6 +21,9 @@ EIGHT_BITS: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.SGD: SGD8bit,
     Lion: Lion8bit,
 }
+# parameters that change how an update is computed, and not what
+SAME_UPDATE = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none"}
+SAME_UPDATE |= {"foreach", "fused", "capturable", "fp32_optimizer_states"}
 # losses of a Llama of 1.2B parameters after 15 steps from one seed, of which that in fp32 is the
 # reference; rows of scripts/bench/results/gpu-2026-11-27-peers.jsonl
 MEASURED = {"fp32": 5.5287, "8 bits": 5.5285, "8 bits, bf16": 5.5325}
@@ -97,8 +100,3 @@ def in_8_bits(section: OptimizerConfig, optimizer: torch.optim.Optimizer) -> Opt
     # the classes have other defaults
     defaults = {key: optimizer.defaults[key] for key in ("lr", "weight_decay")}
     return OptimizerConfig(twin.__name__, {**defaults, **taken})
-
-
-# parameters that change how an update is computed, and not what
-SAME_UPDATE = {"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none"}
-SAME_UPDATE |= {"foreach", "fused", "capturable", "fp32_optimizer_states"}

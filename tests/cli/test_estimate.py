@@ -130,10 +130,11 @@ def test_lengths_may_be_of_numpy() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     head = ["LlamaForCausalLM"]
     config = LlamaConfig(vocab_size=16, num_hidden_layers=2, architectures=head, **sizes)
-    by_list, by_array = (
-        hf_zero.estimate(config, 2, sequence_lengths=lengths) for lengths in ([8], np.array(8))
+    by_list, by_number, by_array = (
+        hf_zero.estimate(config, 2, sequence_lengths=lengths).lengths
+        for lengths in ([8, 16], np.array(8), np.array([8, 16]))
     )
-    assert by_list.lengths == by_array.lengths and by_list.lengths
+    assert by_list == by_array and by_list[:1] == by_number
 
 
 def test_bad_input_of_traffic_and_of_proposals_is_named() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,7 @@ def test_a_process_in_a_job_simulates_nothing() -> None:
 MEASURED = Measured("model.layers.0", 2.0, 1e9, 1e-5, 2, 1e-3, 1e8, 0.25, False)
 REFUSED: dict[str, dict[str, Any]] = {
     "stage 7 is unknown; choose one of 0, 1, 2, 3$": {"stage": 7},
+    "stage True is unknown": {"stage": True},
     "params = inf is no size": {"params": float("inf")},
     r"params = 1e\+30 is no size": {"params": 1e30},
     "params = 10 is no size": {"params": 10},
@@ -273,18 +275,24 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rank 4 is none of 4 ranks": {"rank": 4},
     "rank '1' is none of 4 ranks": {"rank": "1"},
     "length of '8' is not a number of tokens": {"sequence_length": "8"},
+    f"length of {10**30} is not .* from 1 to": {"sequence_length": 10**30},
     "machine = 'dgx'": {"machine": "dgx"},
     "measured = 3": {"measured": 3},
     "measured rates are of whole blocks": {"measured": MEASURED, "tensor_parallel": 2},
     "whole blocks, .* measure without it": {"measured": MEASURED, "context_parallel": 2},
+    "is of the block h.0, which the simulated model does not run": {
+        "measured": replace(MEASURED, block="h.0"),
+        "sequence_length": 8,
+    },
     "batch = 3": {"batch": 3},
     "batch= gives a list": {"batch": lambda rows, length: [torch.empty(rows, length)]},
     "Linear cannot be trained without memory": {"model": torch.nn.Linear(4, 4), "params": None},
 }
 
 
-def test_a_number_of_numpy_is_a_rank() -> None:
-    assert hf_zero.simulate(params=2e6, ranks=4, rank=np.int64(1)).rank == 1  # type: ignore[arg-type]
+def test_a_number_of_numpy_is_a_rank_and_a_name_a_device() -> None:
+    given: dict[str, Any] = {"rank": np.int64(1), "device": "cpu"}
+    assert hf_zero.simulate(params=2e6, ranks=4, **given).rank == 1
 
 
 @in_one_item(REFUSED)

@@ -77,7 +77,8 @@ class Measured:
 
     def machine(self, recording: Recording, base: Machine) -> Machine:
         """Return ``base`` with what was measured in place of what was assumed: the rate of matrix
-        products is that which gives the block of ``recording`` the measured time.
+        products is that which gives the block of ``recording`` the measured time. Raises
+        ConfigError if that block is of another model.
         """
         works = [
             event
@@ -87,6 +88,11 @@ class Measured:
             and event.place.phase in (FORWARD, BACKWARD)
             and event.place.micro_batch == 0
         ]
+        if not works:
+            raise ConfigError(
+                f"measured is of the block {self.block}, which the simulated model does not run; "
+                "measure that model"
+            )
         flops = sum(work.flops for work in works)
         others = sum(work.nbytes for work in works) / self.memory
         others += 0.0 if self.asynchronous else sum(w.operations for w in works) * self.operation
