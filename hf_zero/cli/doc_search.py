@@ -149,7 +149,7 @@ def _mentions(topic: str, held: list[Section]) -> str:
         count = _count(stemmed, stems(text))
         if _count(stemmed, stems(name)):
             ranked.append((0, 0, section))
-        elif code.search(text):
+        elif stemmed and code.search(text):
             ranked.append((1, 0, section))
         elif count:
             ranked.append((2, -count, section))

@@ -56,7 +56,7 @@ def problem_of(row: Mapping[str, object]) -> str | None:
     """Return what a report cannot read in a row of ``metrics.jsonl``, None if nothing."""
     if "step" in row:
         figures = {name: value for name, value in row.items() if value is not None}
-        return next(misfits(figures, {"step": COUNT} | dict.fromkeys(figures, float)), None)
+        return next(misfits(figures, dict.fromkeys(figures, float) | {"step": COUNT}), None)
     shape_of_row = {"after_step": COUNT}
     if isinstance(results := row.get("evaluation"), dict):
         finite = {name: value for name, value in results.items() if value is not None}

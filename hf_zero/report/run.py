@@ -225,7 +225,7 @@ def _planned_steps(rows: Sequence[Mapping[str, Any]]) -> int | None:
             values = {r["key"]: r["value"] for r in row["run"].get("config", ())}
             steps = values.get("scheduler.params", {})
             steps = steps.get("total_num_steps") if isinstance(steps, dict) else None
-            return steps if isinstance(steps, int) and steps > 0 else None
+            return steps if type(steps) is int and steps > 0 else None
     return None
 
 

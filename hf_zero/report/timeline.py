@@ -119,9 +119,9 @@ def _last_step(file: Path) -> Timeline | None:
         return None
     step = max(steps)
     bars: list[Bar] = []
-    first = last = 0.0
-    for rank in shown:
-        begin = ends[rank].get(step - 1, min(bar.begin for bar in spans[rank]))
+    begins = {r: ends[r].get(step - 1, min(bar.begin for bar in spans[r])) for r in shown}
+    first, last = min(begins.values()), max(ends[rank][step] for rank in shown)
+    for rank, begin in begins.items():
         end = ends[rank][step]
         step_bars = [*_of_host(spans[rank])]
         if kernels[rank]:
@@ -129,7 +129,6 @@ def _last_step(file: Path) -> Timeline | None:
             step_bars = updates + [*_of_device(kernels[rank])]
         inside = [bar for bar in step_bars if bar.end > begin and bar.begin < end]
         bars += [bar._replace(begin=max(bar.begin, begin), end=min(bar.end, end)) for bar in inside]
-        first, last = (begin if not last else min(first, begin)), max(last, end)
     bars = [bar._replace(begin=bar.begin - first, end=bar.end - first) for bar in bars]
     return Timeline(step, last - first, len(ranks), len(shown), bars)
 

@@ -76,6 +76,7 @@ def test_a_misspelt_topic() -> None:
         ("offlod", r"no page, heading or key 'offlod' .*; did you mean 'offload'\?$"),
         ("gradient_cliping", "did you mean 'gradient_clipping'"),
         ("learning_rat", "did you mean 'learning_rate'"),  # of the text, not of a heading
+        (" ", "no page, heading or key ' '"),
     ):
         with pytest.raises(ConfigError, match=said):
             find(topic)

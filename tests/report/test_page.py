@@ -390,8 +390,11 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_run(tmp_path).trace is None
     run = {"started": "a", "program": "a", "versions": {}, "hosts": [], "ranks": 1, "stage": 1}
     run |= {"precision": "fp32", "mesh": {}, "model": "a", "parameters": 1}
+    schedule = {"key": "scheduler.params", "value": {"total_num_steps": True}, "source": "file"}
+    run |= {"config": [schedule]}
     header = json.dumps({"run": run, "repeated_steps": 0, "after_step": 0})
     (tmp_path / "metrics.jsonl").write_text(header + '\n{"step": 1, "loss": 1.0}\n')
+    assert read_run(tmp_path).planned_steps is None
     page = write_report(tmp_path, output=tmp_path / "page.html")[0]
     assert "an unknown device" in page.read_text()
     monkeypatch.setitem(sys.modules, "vl_convert", None)
@@ -402,6 +405,10 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_report(tmp_path, output=tmp_path / "no" / "page.html")
     rows = [
         ('{"step": 2, "loss": "low"}', r"of step 2 is damaged: loss is 'low', expected a finite"),
+        (
+            '{"step": -2, "loss": 1.0}',
+            r"of step -2 is damaged: step is -2, expected a number from 0",
+        ),
         ('{"run": {}, "after_step": 2}', r"after step 2 is damaged: run\.started is absent"),
         (
             '{"warning": "a", "after_step": 2, "time": 1e99}',
