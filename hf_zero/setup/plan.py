@@ -179,14 +179,11 @@ def resolve(
 
 def check_inputs(resolved: Resolved[E]) -> None:
     """Raise for data, and for a model or an optimizer, that features do not support."""
-    request, settings = resolved.request, resolved.settings
-    model = request.model
-    features = resolved.features
-    check_data(request.training_data, settings)
-    features.check_inputs(
-        EngineInputs(
-            model, settings, resolved.dims, resolved.optimizer, request.training_data, request.mpu
-        )
+    request, settings, dims = resolved.request, resolved.settings, resolved.dims
+    model, data = request.model, request.training_data
+    check_data(data, settings)
+    resolved.features.check_inputs(
+        EngineInputs(model, settings, dims, resolved.optimizer, data, request.mpu)
     )
 
 

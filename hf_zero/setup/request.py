@@ -77,12 +77,7 @@ class SetupRequest(Generic[E]):
             raise _no_model(args if isinstance(args, str) else model)
         _refuse_wrapped(model)
         settings = configuration(args, config, config_params)
-        groups = None if model_parameters is None else tuple(model_parameters)
-        for group in groups or ():
-            if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
-                group["params"] = list(
-                    group["params"]
-                )  # each attempt to build an optimizer reads it
+        groups = None if model_parameters is None else _groups(model_parameters)
         request = cls(engine_class, model, settings, model_parameters=groups, **others)
         request._check()
         trains = not (request.optimizer is None and groups is None and settings.optimizer is None)
@@ -184,10 +179,22 @@ class SetupRequest(Generic[E]):
         ``settings``; None without any of them.
         """
         scheduler = self.lr_scheduler
-        if callable(scheduler) and not hasattr(scheduler, "step"):
-            return scheduler(optimizer)
-        if scheduler is None and settings.scheduler is not None and optimizer is not None:
+        if scheduler is None:
+            if settings.scheduler is None or optimizer is None:
+                return None
             return provided("build_scheduler")(settings.scheduler, optimizer)
+        if callable(scheduler) and not hasattr(scheduler, "step"):
+            if optimizer is None:
+                raise ConfigError(
+                    "lr_scheduler is a callable, and no optimizer is given or configured that it "
+                    "could schedule; pass optimizer=, or leave lr_scheduler out"
+                )
+            scheduler = scheduler(optimizer)
+        if not hasattr(scheduler, "step"):
+            raise ConfigError(
+                f"lr_scheduler gives {reprlib.repr(scheduler)}, which has no step(); pass a "
+                "scheduler, or a callable that makes one from the optimizer"
+            )
         return scheduler
 
 
@@ -197,16 +204,13 @@ def configuration(
     """Return the configuration that one of these arguments of :func:`initialize` holds; ``foreign``
     as for :meth:`ZeroConfig.from_dict`. Raises ConfigError for none, and for several that differ.
     """
-    sources = [
-        (name, value)
-        for name, value in (
-            ("config", config),
-            ("config_params", config_params),
-            ("args.deepspeed_config", getattr(args, "deepspeed_config", None)),
-            ("args.deepscale_config", getattr(args, "deepscale_config", None)),  # old name
-        )
-        if value is not None
-    ]
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),  # old name
+    }
+    sources = [(name, value) for name, value in given.items() if value is not None]
     if not sources:
         raise ConfigError(
             "initialize needs a config: pass config= (a ZeroConfig, dict, path or preset name), or "
@@ -222,15 +226,30 @@ def configuration(
     return ZeroConfig.coerce(sources[0][1], allow_auto=autos, foreign=foreign, check=refused)
 
 
+def _groups(given: Any) -> tuple[object, ...]:
+    """Return the items of ``model_parameters``, those of a group in a list: each attempt to build
+    an optimizer reads them. Raises ConfigError for what no optimizer takes.
+    """
+    alone = isinstance(given, (torch.Tensor, nn.Module, dict)) or not isinstance(given, Iterable)
+    items = (given,) if alone else tuple(given)
+    for item in items:
+        group = isinstance(item, dict) and "params" in item
+        if alone or not (group or isinstance(item, (torch.Tensor, tuple))):
+            raise ConfigError(
+                f"model_parameters of type {type(item).__name__} make no optimizer; pass "
+                'model.parameters(), or a list of groups such as {"params": model.parameters()}'
+            )
+        if group and isinstance(item["params"], Iterator):
+            item["params"] = list(item["params"])
+    return items
+
+
 def _no_model(value: object) -> ConfigError:
-    what = (
-        ""
-        if value is None
-        else f"Module, not {value!r}"
-        if isinstance(value, str)
-        else f"Module, not a {type(value).__name__}"
-    )
-    load = f", such as AutoModel.from_pretrained({value!r})" if isinstance(value, str) else ""
+    what = "" if value is None else f"Module, not a {type(value).__name__}"
+    load = ""
+    if isinstance(value, str):
+        what = f"Module, not {value!r}"
+        load = f", such as AutoModel.from_pretrained({value!r})"
     return ConfigError(f"initialize needs model={what}; pass the torch.nn.Module to train{load}")
 
 
@@ -275,8 +294,8 @@ def _warn_other_devices() -> None:
     if devices > 1 and not process_group.is_initialized() and announce() is None:
         logger.warning(
             "one process trains on one of %d devices that it sees, as no launcher has started it: "
-            "`hf-zero launch %s` or torchrun starts a "
-            "rank on each; CUDA_VISIBLE_DEVICES=0 says that one is meant",
+            "`hf-zero launch %s` or torchrun starts a rank on each; CUDA_VISIBLE_DEVICES=0 says "
+            "that one is meant",
             devices,
             Path(sys.argv[0]).name or "train.py",
         )

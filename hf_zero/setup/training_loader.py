@@ -151,22 +151,20 @@ class StreamLoader(DataLoader[object]):
         self._begun = False
 
 
+def _is_dataset(data: object) -> bool:
+    return isinstance(data, Dataset) or hasattr(data, "__getitem__")
+
+
 def _is_loader(data: object) -> bool:
     """Return whether ``data`` is a loader with a state of its own."""
-    is_data = isinstance(data, Dataset) or hasattr(data, "__getitem__")
-    return not is_data and is_stateful(data) and hasattr(data, "__iter__")
+    return not _is_dataset(data) and is_stateful(data) and hasattr(data, "__iter__")
 
 
 def check_data(data: object, config: ZeroConfig) -> None:
     """Raise ConfigError for ``data`` of which :func:`data_loader` makes no loader."""
     if isinstance(data, IterableDataset):
         _drawn_by_features(data, config)
-    elif not (
-        data is None
-        or isinstance(data, Dataset)
-        or hasattr(data, "__getitem__")
-        or _is_loader(data)
-    ):
+    elif isinstance(data, type) or not (data is None or _is_dataset(data) or _is_loader(data)):
         raise ConfigError(
             f"training_data is a {type(data).__name__}; pass a torch Dataset, or a loader with "
             "state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader"
@@ -187,18 +185,11 @@ def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> An
         return kind(data, batch_size=micro, collate_fn=collate_fn, drop_last=drop_last)
     ranks, rank = readers()
     options = _drawn_by_features(data, config)
-    if options is not None:
-        return TrainingLoader(data, ranks, collate_fn=collate_fn, **options)
-    sampler = EpochSampler(data, ranks, rank, seed=int(config.seed or 0))
-    return TrainingLoader(
-        data,
-        ranks,
-        sampler,
-        batch_size=micro,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-    )
+    if options is None:
+        sampler = EpochSampler(data, ranks, rank, seed=int(config.seed or 0))
+        samplers = {"data_sampler": sampler, "sampler": sampler}
+        options = {**samplers, "batch_size": micro, "drop_last": drop_last}
+    return TrainingLoader(data, ranks, collate_fn=collate_fn, **options)
 
 
 def _drawn_by_features(data: Any, config: ZeroConfig) -> Mapping[str, Any] | None:

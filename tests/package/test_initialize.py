@@ -117,7 +117,7 @@ def test_a_mistake_leaves_the_model_and_the_process_alone() -> None:
     for given in ({"args": "gpt2"}, {"args": "gpt2", "model": "zero3"}):
         with pytest.raises(ConfigError, match=said):
             hf_zero.initialize(**given, config=config_of(1))
-    for data in (7, {1, 2}):
+    for data in (7, {1, 2}, dict):
         said = rf"training_data is a {type(data).__name__}; pass a torch Dataset"
         refused(ConfigError, said, training_data=data, config=config_of(1))
     refused(ConfigError, "batch_size", training_data=[torch.zeros(2)], config="zero1")
@@ -160,6 +160,20 @@ def test_optimizers_that_cannot_be() -> None:
     said = "model_parameters is empty; pass some, or remove the optimizer"
     refused(ConfigError, said, model_parameters=[], config=config)
     model = stack()
+    head = model.head
+    for parameters in (
+        7,
+        head,
+        head.weight,
+        {"params": [head.weight]},
+        [head],
+        ["head"],
+        [{"lr": 1.0}],
+    ):
+        said = (
+            r"model_parameters of type \w+ make no optimizer; pass model\.parameters\(\), or a list"
+        )
+        refused(ConfigError, said, model=model, model_parameters=parameters, config=config)
     mine = adamw(model)
     config = config_of(2, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
     made_by = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)  # noqa: E731
@@ -167,6 +181,14 @@ def test_optimizers_that_cannot_be() -> None:
         said = r"both lr_scheduler \((StepLR|function)\) and config scheduler 'WarmupLR' are given"
         more = {"optimizer": mine, "lr_scheduler": given, "config": config}
         refused(ConfigError, said, model=model, **more)
+
+
+def test_schedulers_that_cannot_be() -> None:
+    for given in ("cosine", lambda optimizer: None):
+        said = r"lr_scheduler gives ('cosine'|None), which has no step\(\); pass a scheduler"
+        refused(ConfigError, said, lr_scheduler=given, config=config_of(1, optimizer=SGD))
+    said = "no optimizer is given or configured that it could schedule"
+    refused(ConfigError, said, lr_scheduler=lambda optimizer: None, config=config_of(1))
 
 
 def test_schedulers_of_another_optimizer() -> None:
