@@ -78,7 +78,7 @@ SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*((?:[kKmMgGtT][iI]?)?[bB]|)\s*$"
 def in_units(nbytes: float) -> str:
     """Return bytes in decimal units: 1.23 GB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
+        if abs(nbytes) < 999.995:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1000
     return f"{nbytes:,.2f} TB"
@@ -99,10 +99,10 @@ def parse_size(text: str) -> int:
 def rate_in_units(bits: float) -> str:
     """Return bits a second in decimal units: 1.2 Gbit/s."""
     for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
-        if bits < 1000:
+        if bits < 999.5:
             return f"{bits:.3g} {unit}"
         bits /= 1000
-    return f"{bits:,.3g} Tbit/s"
+    return f"{float(f'{bits:.3g}'):,g} Tbit/s"
 
 
 def parse_rate(text: str) -> float:

@@ -97,6 +97,18 @@ def _sharded(stage: int, folder: Path, rank: int, ranks: int) -> dict[str, torch
     return weights
 
 
+def largest_difference(
+    weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
+) -> float:
+    """Return the largest difference of elements of the same name; NaN if one is NaN."""
+    import torch
+
+    differences = [
+        (weights[name].cpu() - other.cpu()).abs().max() for name, other in others.items()
+    ]
+    return float(torch.stack(differences).max())
+
+
 def fork(ranks: int, environment: Mapping[str, str], arguments: Sequence[str]) -> int:
     """Run :func:`main` on CPU ranks that are forks of this process, and return the exit code of the
     first that ends with another one than 0: torch, whose import takes longer than the training, is
@@ -141,18 +153,15 @@ def main(arguments: list[str]) -> int:
     hf_zero.init_distributed()
     world = get_world_group()
     rank, ranks = world.rank, len(world.ranks)
-    expected = {name: value.cpu() for name, value in _reference(rank, ranks).items()}
-    begun = _model().state_dict()
-    moved = max(float((expected[name] - begun[name]).abs().max()) for name in expected)
+    expected = _reference(rank, ranks)
+    moved = largest_difference(expected, _model().state_dict())
     rows = []
     with TemporaryDirectory() if rank == 0 else nullcontext("") as folder:
         shared = world.broadcast_object(folder)
         for stage in range(4):
             weights = _sharded(stage, Path(shared, str(stage)), rank, ranks)
             if rank == 0:
-                difference = max(
-                    float((weights[name].cpu() - expected[name]).abs().max()) for name in expected
-                )
+                difference = largest_difference(weights, expected)
                 right = difference <= BOUND * moved
                 rows.append({"stage": stage, "largest_difference": difference, "right": right})
         world.barrier()

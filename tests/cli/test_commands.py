@@ -5,6 +5,7 @@ line and no traceback.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -368,6 +369,14 @@ def test_a_stage_that_gathers_nothing_has_no_largest_unit(
     rows = invoke("estimate", model, "--ranks", "2").splitlines()
     [row] = [row for row in rows if row.startswith("│     3 │")]
     assert "│ none: all stay whole │" in row
+
+
+def test_smoke_finds_a_nan_in_any_tensor() -> None:
+    whole = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    for name in whole:
+        difference = smoke.largest_difference(whole | {name: torch.tensor([0.0, math.nan])}, whole)
+        assert math.isnan(difference)
+    assert smoke.largest_difference(whole | {"b": torch.tensor([0.0, -2.0])}, whole) == 2
 
 
 def test_smoke_finds_weights_that_differ(

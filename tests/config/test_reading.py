@@ -338,7 +338,7 @@ def test_bytes_in_words() -> None:
     for text in ("", "GB", "-1GB", "80 gigs", "1e9", "80 G B", f"{'9' * 300}GB"):
         with pytest.raises(ConfigError, match=f"{text!r} is not a number of bytes; write 80GB"):
             parse_size(text)
-    words = {0: "0 B", 999: "999 B", 1000: "1.00 kB", 1.5e9: "1.50 GB", 2e15: "2,000.00 TB"}
+    words = {0: "0 B", 999: "999 B", 1000: "1.00 kB", 999_999: "1.00 MB", 2e15: "2,000.00 TB"}
     assert {nbytes: in_units(nbytes) for nbytes in words} == words
 
 

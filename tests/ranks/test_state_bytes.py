@@ -205,6 +205,8 @@ def test_speeds_of_links():
         ("2.5 gbps", 2.5e9, "2.5 Gbit/s"),
         ("800b", 800.0, "800 bit/s"),
         ("1Tbit", 1e12, "1 Tbit/s"),
+        ("999.9Mbit", 999.9e6, "1 Gbit/s"),
+        ("1234Tbit", 1234e12, "1,230 Tbit/s"),
     ):
         assert parse_rate(text) == bits and rate_in_units(bits) == shown
     for text in ("fast", "0Gbit", "1GB", "-1Mbit", f"{'9' * 308}Gbit"):
