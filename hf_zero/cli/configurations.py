@@ -40,7 +40,7 @@ def explain(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Also resolve the batch sizes for this number of ranks, unless one is auto."
+            min=1, help="Also resolve the batch sizes for this number of ranks, unless one is auto."
         ),
     ] = None,
     every: Annotated[
@@ -62,8 +62,7 @@ def explain(
 
     rows = ZeroConfig.coerce(file, allow_auto=True, check=refused).explain(ranks, refused)
     wrong = [row.key for row in rows if row.note.startswith(REFUSED)]
-    keys = BATCH if ranks is not None else ()
-    shown = rows if every else written(rows, *keys)
+    listed = rows if every else written(rows, *(() if ranks is None else BATCH))
     if other is not None:
         if every:
             raise ConfigError("--all lists the keys of one file; leave it or the second file out")
@@ -72,11 +71,11 @@ def explain(
         wrong = [f"{key} of {file}" for key in wrong]
         wrong += [f"{row.key} of {other}" for row in others if row.note.startswith(REFUSED)]
     elif as_json:
-        print_json([row._asdict() for row in shown])
+        print_json([row._asdict() for row in listed])
     else:
-        print(file, *(_line(row, file) for row in shown), sep="\n")
-        if len(shown) < len(rows):
-            print(f"{len(rows) - len(shown)} more keys have their defaults: --all shows them")
+        print(file, *(_line(row, file) for row in listed), sep="\n")
+        if len(listed) < len(rows):
+            print(f"{len(rows) - len(listed)} more keys have their defaults: --all shows them")
     if wrong:
         if not as_json:
             print(f"a run refuses {', '.join(wrong)}")

@@ -72,7 +72,7 @@ def find(topic: str) -> str:
     sections that name it. Raises ConfigError if there are none.
     """
     texts = pages()
-    page, _, anchor = topic.removesuffix(".md").replace(".md#", "#").partition("#")
+    page, _, anchor = topic.lower().removesuffix(".md").replace(".md#", "#").partition("#")
     if page in texts and not anchor:
         return texts[page]
     if ALIASES.get(topic) in SECTIONS:

@@ -66,14 +66,12 @@ def state_table(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
         caption=caption,
     )
-    table.add_column("stage", justify="right")
-    for name in (
-        *("parameters", "gradients", "optimizer", "state"),
-        *("gradient buffers", "largest unit", "communicators"),
-        *(["checkpoints in memory"] if in_memory else []),
-        *(["pipeline stage"] if result.pipeline > 1 else []),
-    ):
-        table.add_column(name, justify="right")
+    heads = ["stage", "parameters", "gradients", "optimizer", "state"]
+    heads += ["gradient buffers", "largest unit", "communicators"]
+    heads += ["checkpoints in memory"] if in_memory else []
+    heads += ["pipeline stage"] if result.pipeline > 1 else []
+    for head in heads:
+        table.add_column(head, justify="right")
     for row in result.stages:
         sizes = (row.parameters, row.gradients, row.optimizer, row.state, row.gradient_buffers)
         table.add_row(
@@ -90,6 +88,7 @@ def state_table(
 
 
 def tiers_table(result: MemoryEstimate, configured: ConfiguredStage) -> PrintableTable:
+    """Return the bytes by stage and tier, with offload."""
     table = PrintableTable(
         title=f"{result.model}: with offload: {', '.join(_places(result))}",
         caption="Per rank, without activations. Pinned is part of RAM. Parameters are "
@@ -124,6 +123,7 @@ def _margin(proposal: Proposal) -> str:
 
 
 def trials_table(plan: Proposal) -> PrintableTable:
+    """Return the configurations that were tried, with their bytes and what does not fit."""
     free = plan.free
     device = "" if free.host_device else f"device {in_units(free.device)}, "
     disks = "".join(f", {in_units(disk.nbytes)} in {disk.path}" for disk in free.disks)

@@ -184,7 +184,7 @@ Ssh = Annotated[
         help="Program to call as PROGRAM HOST LINE in place of ssh; default: HF_ZERO_SSH, else ssh."
     ),
 ]
-SshPort = Annotated[int | None, typer.Option("--ssh-port", help="Port of ssh.")]
+SshPort = Annotated[int | None, typer.Option("--ssh-port", min=1, max=65535, help="Port of ssh.")]
 
 
 @expanded
@@ -312,10 +312,11 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
             raise ConfigError(f"--set {pair} is not KEY=VALUE; write --set metrics.enabled=true")
         *path, name = key.split(".")
         section = sections
-        for part in path:
+        for depth, part in enumerate(path, 1):
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"--set {pair} and --set {part}={section} contradict; keep one")
+                above = f"{'.'.join(path[:depth])}={section}"
+                raise ConfigError(f"--set {pair} and --set {above} contradict; keep one")
         if isinstance(section.get(name), dict):
             below = f"{key}.{next(iter(section[name]), 'KEY')}"
             raise ConfigError(f"--set {pair} and --set {below} contradict; keep one")
@@ -335,8 +336,9 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, object]:
         )
     if "stage" in zero:
         raise ConfigError("--set zero_optimization.stage: --preset names the stage; leave this out")
-    for pair in unset:
-        raise ConfigError(f"--set {pair} names no value; write --set {pair.split('=')[0]}=VALUE")
+    if unset:
+        key = unset[0].partition("=")[0]
+        raise ConfigError(f"--set {unset[0]} names no value; write --set {key}=VALUE")
     for name in {"bf16", "fp16"} & sections.keys():
         raise ConfigError(f"--set {name}: write --precision {name} in place of it")
     whole = {"zero_optimization": {"stage": PRESETS.get(preset or "", 0)}}
@@ -442,6 +444,7 @@ def _machines(config: Path | None) -> str | None:
 
 
 def default_ranks() -> int:
+    """Return the number of ranks without an option for it: that of this machine's GPUs, else 2."""
     from hf_zero.device import kinds
 
     return kinds.device_count() or CPU_RANKS

@@ -67,8 +67,8 @@ def _as_ascii(error: UnicodeError) -> tuple[str, int]:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with characters that control a terminal as their escapes: names in files may
-    hold any.
+    """Return ``text`` with characters that are not printable as their escapes: names in files may
+    hold any, also those that control a terminal.
     """
     return "".join(
         char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text

@@ -33,6 +33,7 @@ def test_all_pages_are_listed() -> None:
         ("bfloat16", "## `bf16`", "check_grad_overflow"),
         ("save_checkpoint", "# save_checkpoint", "`hf-zero docs loop#interrupted-runs`"),
         ("enabled", "# enabled", "- `hf-zero docs fp16.enabled`"),
+        ("Start.md", "# Start in ten minutes", "hf-zero doctor"),
         ("loop.md#preemption", "## Preemption", "SIGTERM"),
         ("convert-checkpoint", "## convert-checkpoint", "from_pretrained"),
         ("initialize", "### initialize", ":::"),

@@ -93,6 +93,10 @@ def test_keys_and_files_that_launch_does_not_take(tmp_path: Path) -> None:
         ("--preset zero2 --set metrics=1 --set metrics.enabled=true", "contradict; keep one"),
         ("--preset zero2 --set metrics.enabled=true --set metrics=1", "contradict; keep one"),
         ("--preset zero2 --set compile.backend=eager --set compile=blocks", "contradict; keep one"),
+        (
+            "--preset zero2 --set zero_optimization.aio=1 --set zero_optimization.aio.block_size=2",
+            "block_size=2 and --set zero_optimization.aio=1 contradict; keep one",
+        ),
         ("--preset zero2 --set metrics.enabled=[", "not valid YAML"),
         ("--preset zero2 --set metrics.enabled=", "write --set metrics.enabled=VALUE"),
         ("--preset zero2 --set zero_optimization.stage=3", "--preset names the stage"),

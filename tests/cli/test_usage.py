@@ -43,6 +43,8 @@ CANNOT_BE_READ = [
     ("simulate --pp 0", "simulate: --pp 0 is not at least 1\n  --pp: Stages"),
     ("simulate --flops fast", "simulate: --flops fast is not a number\n  --flops: FLOP/s"),
     ("simulate --store-rate 0", "simulate: --store-rate 0 is not at least 1\n  --store-rate: Req"),
+    ("explain zero1 --ranks 0", "explain: --ranks 0 is not at least 1\n  --ranks: Also"),
+    ("launch --ssh-port 0 x.py", "launch: --ssh-port 0 is not "),
     ("simulate --params big", "simulate: --params: big is no number of parameters; write 350M"),
     ("launch --stage 5 x.py", "launch: --stage 5 is not "),
     (
