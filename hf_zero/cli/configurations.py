@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_zero.cli.completions import complete_preset_or_file
+from hf_zero.cli.options import refuse_out
 from hf_zero.cli.printing import AsJson, entry, print_json, printable
 from hf_zero.config.sourced import shown
 from hf_zero.errors import ConfigError
@@ -154,15 +155,13 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
 
     Example: hf-zero migrate fsdp.yaml -o zero3.yaml
     """
-    from hf_zero.config.files import JSON, YAML, dump, load_file, refuse_existing, write_new
+    from hf_zero.config.files import dump, load_file, write_new
     from hf_zero.config.migrating import migrate
     from hf_zero.optim.build import refused
 
     migration = migrate(load_file(file), f"config file {file}", refused)
     if out is not None:
-        if out.suffix not in JSON + YAML:
-            raise ConfigError(f"-o {out}: the suffix decides the format; write .json or .yaml")
-        refuse_existing(out)
+        refuse_out(out)
     suffix = Path(file).suffix if out is None else out.suffix
     text = dump(migration.after, suffix)
     if out is not None and migration.runs:

@@ -57,9 +57,8 @@ def pages() -> dict[str, str]:
 
 def sections(page: str, text: str) -> Iterator[Section]:
     """Yield each section of a page; the first is the page itself."""
-    blank = FENCE.sub(
-        lambda block: re.sub(r"[^\n]", " ", block[0]), text
-    )  # a comment is no heading
+    # a comment in code is no heading
+    blank = FENCE.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
     headings = list(HEADING.finditer(blank))
     for index, heading in enumerate(headings):
         level = len(heading[1])

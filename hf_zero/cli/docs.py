@@ -18,9 +18,8 @@ from hf_zero.cli.doc_search import descriptions, find, names_in, pages
 from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 
 WIDEST = 100  # columns of a page
-DOCSTRING = re.compile(
-    r"^::: (\S+)$(?:\n    .+)*", re.M
-)  # a directive of mkdocstrings, its options
+# a directive of mkdocstrings with its options
+DOCSTRING = re.compile(r"^::: (\S+)$(?:\n    .+)*", re.M)
 PICTURE = re.compile(r"^<picture>.*?^</picture>\n", re.M | re.S)
 COMMENT = re.compile(r"^<!-- .* -->\n", re.M)
 # parts of a docstring: a section, an item of it, code with or without a role of Sphinx

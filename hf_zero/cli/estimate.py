@@ -25,7 +25,7 @@ from hf_zero.cli.estimate_tables import (
     tiers_table,
     trials_table,
 )
-from hf_zero.cli.options import Job, Ranks, expanded, offload_section, parsed, refuse
+from hf_zero.cli.options import Job, Ranks, expanded, offload_section, parsed, refuse, refuse_out
 from hf_zero.cli.printing import AsJson, print_json, print_table
 from hf_zero.config.memory import MemorySection
 from hf_zero.errors import ConfigError
@@ -137,19 +137,18 @@ def estimate(
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
     from hf_zero.config import ZeroConfig
-    from hf_zero.config.files import refuse_existing
     from hf_zero.device import kinds
     from hf_zero.distributed.fake_world import ranks_of_a_host
     from hf_zero.planning.estimate import estimate as compute
 
     model = _model(job)
-    per_host = ranks_per_host or min(ranks, kinds.device_count() or ranks)
+    per_host = min(ranks, ranks_per_host or kinds.device_count() or ranks)
     if not seq:
         refuse({"--sp": job.sp, "--cp": job.cp}, "it is about sequences; add --seq")
     if fit:
         _refuse_beside_fit(job, moments, link)
         if out is not None:
-            refuse_existing(out)
+            refuse_out(out)
         _print_proposal(_propose(model, ranks, per_host, job, free, stage, seq), as_json, out)
         return
     _refuse_without_fit(free, out)

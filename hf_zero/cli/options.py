@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -64,7 +65,7 @@ def _count(text: str) -> float:
         ) from None
 
 
-Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Number of ranks, one per GPU.")]
 complete_tier = one_of("none", "cpu", "nvme")
 
 
@@ -167,6 +168,15 @@ def parsed(option: str, parse: Callable[[str], float], text: str) -> float:
         return parse(text)
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from None
+
+
+def refuse_out(out: Path) -> None:
+    """Raise ConfigError if ``out``, the value of -o, exists or has not the suffix of a format."""
+    from hf_zero.config.files import JSON, YAML, refuse_existing
+
+    if out.suffix not in JSON + YAML:
+        raise ConfigError(f"-o {out}: the suffix decides the format; write .json or .yaml")
+    refuse_existing(out)
 
 
 def refuse(options: Mapping[str, object], why: str) -> None:

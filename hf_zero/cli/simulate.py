@@ -170,12 +170,14 @@ def _measured(
     from hf_zero.distributed.process_group import destroy_process_group, get_rank
     from hf_zero.planning.estimate_job import asked_for
     from hf_zero.planning.simulation import measure
+    from hf_zero.planning.simulation.measuring import refuse_parts
     from hf_zero.zero.layout.precision import COMPUTE
 
     precision = cast("Any", job.precision)  # the function checks it
-    settings = asked_for(ranks, precision, job.optimizer, **job.job_options()).settings
-    dtype = COMPUTE[settings.precision]
-    rows = micro_batch or settings.train_micro_batch_size_per_gpu or 1
+    asked = asked_for(ranks, precision, job.optimizer, **job.job_options())
+    refuse_parts(asked.dims)
+    dtype = COMPUTE[asked.settings.precision]
+    rows = micro_batch or asked.settings.train_micro_batch_size_per_gpu or 1
     init_distributed()
     try:
         measured = measure(model, rows, length, dtype)

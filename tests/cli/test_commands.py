@@ -189,6 +189,8 @@ def test_checkpoints_in_memory_are_estimated_by_the_ranks_of_a_host(
     assert 2 * (state.parameters + state.optimizer) == of(alone) == of(pairs) // 2 > 0
     shown = " ".join(invoke(command, pairs).split())
     assert "in RAM, on 2 hosts of 2 ranks" in shown and in_units(of(pairs)) in shown
+    shown = " ".join(invoke(command, "--ranks-per-host 8").split())
+    assert "in RAM, on 1 host of 4 ranks" in shown
     said = refusal(f"estimate no-such-model --ranks 4 {pairs}")
     assert "--ranks-per-host = 2: it describes" in said and "leave it out" in said
 
@@ -254,7 +256,8 @@ def test_smoke_trains_as_plain_pytorch_does() -> None:
 
 # A command, and after "=>" a part of its only line.
 BAD = f"""
-estimate {ZERO3} --ranks 0 => ranks = 0
+estimate {ZERO3} --ranks 2000000 => ranks = 2000000
+estimate m --ranks 2 --fit -o a.txt => -o a.txt: the suffix decides the format; write .json or
 estimate m --ranks 2 --ram 80GB => --ram = '80GB': it describes a machine for --fit; add --fit
 estimate m --ranks 2 --fit --offload-optimizer cpu => --offload-optimizer = 'cpu': --fit chooses it
 estimate m --ranks 2 -o a.json => 'a.json': it is for what --fit proposes; add --fit
@@ -274,6 +277,7 @@ simulate --params 1e6 --ranks 2 --rank 2 => rank 2 is none of 2 ranks; choose 0 
 simulate --params 1e6 --ranks 2 --measure --precision foo => precision 'foo' is unknown
 simulate --params 1e6 --network 5GB => --network: '5GB' is no number of bits a second; write 1Gbit
 simulate --params 1e6 --measure --disk x => --disk: 'x' is no number of bits a second
+simulate --params 1e6 --ranks 2 --tp 2 --measure => measured rates are of whole blocks
 simulate --params 1e6 --ranks 3 --replicas 2 => replicate_size = 2
 analyze /no/such/data => /no/such/data does not exist
 analyze {ZERO3} => has the suffix .yaml; name a file with one of .parquet, .json

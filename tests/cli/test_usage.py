@@ -51,6 +51,7 @@ CANNOT_BE_READ = [
         "convert-checkpoint a b --quantize int4_weight --group-size 0",
         "convert-checkpoint: --group-size 0 is not at least 1\n",
     ),
+    ("estimate m --ranks 0 --fit --ram 1GB", "estimate: --ranks 0 is not at least 1\n  --ranks: N"),
     ("estimate m --ranks", "estimate: --ranks needs a value after it\n"),
     ("estimate m", "estimate: --ranks is missing\n  --ranks: Number of ranks"),
     ("convert-checkpoint", "convert-checkpoint: SRC and DST are missing\n  SRC: A checkpoint"),

@@ -90,13 +90,13 @@ class Machine:
             unknown = value is None and name == "store"
             if not unknown and not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ConfigError(
-                    f"{name} = {value!r} is no rate of a machine; write a number above 0"
+                    f"{name} = {value!r} is no rate of a machine; write a finite number above 0"
                 )
         for name in ("latency", "operation", "first_write"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ConfigError(
-                    f"{name} = {value!r} is no time of a machine; write seconds, 0 or more"
+                    f"{name} = {value!r} is no time of a machine; write finite seconds from 0"
                 )
         if not (isinstance(self.overlap, (int, float)) and 0 <= self.overlap <= 1):
             raise ConfigError(

@@ -31,6 +31,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.handle import Handle
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
 from hf_zero.distributed.store_rate import requests_a_second
 from hf_zero.errors import ConfigError
@@ -165,6 +166,15 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         store=store,
     )
     return measured if mesh is None else _with_messages(measured, took, size)
+
+
+def refuse_parts(dims: ParallelDims) -> None:
+    """Raise ConfigError if ranks of ``dims`` have parts of blocks, which are measured whole."""
+    if max(dims.tensor, dims.sequence_context, dims.expert) > 1:
+        raise ConfigError(
+            "measured rates are of whole blocks, of which a rank has parts with tensor, "
+            "sequence, context or expert parallelism; measure without it, and give the rates"
+        )
 
 
 def _with_messages(base: Measured, took: Mapping[str, float], size: int) -> Measured:

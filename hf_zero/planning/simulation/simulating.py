@@ -36,7 +36,7 @@ from hf_zero.planning.simulation.figures import (
     phase_bytes,
 )
 from hf_zero.planning.simulation.machine import Machine, offload_times, seconds_of_stages
-from hf_zero.planning.simulation.measuring import Measured
+from hf_zero.planning.simulation.measuring import Measured, refuse_parts
 from hf_zero.planning.simulation.simulated_engines import record_plans
 from hf_zero.planning.simulation.store_load import store_load
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -118,12 +118,7 @@ def simulate(
     machine = machine or Machine()
     recordings = record_plans(plans, sequence_length, batch, machine.ranks_per_host)
     if measured is not None:
-        dims = plans[0].dims
-        if max(dims.tensor, dims.sequence_context, dims.expert) > 1:
-            raise ConfigError(
-                "measured rates are of whole blocks, of which a rank has parts with tensor, "
-                "sequence, context or expert parallelism; measure without it, and give the rates"
-            )
+        refuse_parts(plans[0].dims)
         machine = measured.machine(recordings[0], machine)
     spent = seconds_of_stages(
         {planned.rank: recording for planned, recording in zip(plans, recordings)},
