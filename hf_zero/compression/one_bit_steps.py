@@ -206,6 +206,9 @@ class OneBitSteps(Feature):
                 self._synchronize()
         return [momentum.flat for momentum in momenta]
 
+    def weights_differ(self) -> bool:
+        return self._local.pending
+
     def before_update(self) -> None:
         """Let the optimizer's own step only count the flat buffers that :meth:`update` changes;
         freeze the variance (collective) or rescale it if the kind of step changes.

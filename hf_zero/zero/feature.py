@@ -215,6 +215,12 @@ class Feature:
         """
         return ()
 
+    def weights_differ(self) -> bool:
+        """Return whether ranks compute with weights of their own, until :meth:`synchronize` or a
+        later step makes them equal, with a script's writes to masters. Equal on all ranks.
+        """
+        return False
+
     def end_step(self, number: int, overflow: bool, scale: float) -> None:
         """Act after ``engine.step`` has ended accumulation window ``number``, counted from 1, and
         updated the counters. ``overflow``: it was skipped; ``scale``: the loss scale of the next.

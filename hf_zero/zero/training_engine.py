@@ -346,10 +346,9 @@ class TrainingEngine(EngineParts):
         the weights of all ranks (collective). Return their error.
         """
         self.sharded_model.lend_to_hooks()
-        failure = self.optimizer_step.bound.run_post_hooks(self.optimizer_step.take_hook_writes)
-        if not self.optimizer_step.feature_hooks.update:
-            self.take_user_writes()
-            self.optimizer_step.refresh_copies()
+        take = self.optimizer_step.take_hook_writes
+        failure = self.optimizer_step.bound.run_post_hooks(take)
+        take(ends_step=True)
         return failure
 
     def run_step_hooks(self) -> None:

@@ -215,6 +215,56 @@ def test_writes_between_steps_count(precision, kind):
         assert torch.equal(other, answers[0][3]) and torch.equal(weight, answers[0][2])
 
 
+@in_turn("kind, stage", [("1-bit Adam", 0), ("1-bit Adam", 1), ("1-bit LAMB", 1), ("0/1 Adam", 0)])
+def test_a_hook_after_a_step_that_writes_to_the_groups_acts_at_once(kind, stage):
+    """In dense steps and those in one bit, as the same write to the model between two steps."""
+
+    def run(rank, model, hooked):
+        engine = opened(model, kind, stage=stage, lr=1e-3)
+
+        def decays(*_):
+            with torch.no_grad():
+                for parameter in (
+                    engine.optimizer.param_groups[0]["params"] if hooked else model.parameters()
+                ):
+                    parameter.mul_(0.97)
+
+        if hooked:
+            engine.optimizer.register_step_post_hook(decays)
+        losses = run_steps(engine, rank, range(8), after=lambda _: hooked or decays())
+        return [*map(float, losses)], full_weights(engine)
+
+    for wanted, found in zip(on_ranks(2, run, False), on_ranks(2, run, True)):
+        assert found[0] == wanted[0]
+        same(found[1], wanted[1], exact=True)
+
+
+def test_a_hook_that_writes_to_the_groups_in_a_local_step_acts_when_ranks_synchronize():
+    """Steps 9 to 11 are local; step 12 makes the weights of the ranks equal again."""
+
+    def run(rank, model):
+        engine = opened(model, "local steps", lr=1e-4)
+        before = run_steps(engine, rank, range(8)) and full_weights(engine)
+
+        def halves(*_):
+            with torch.no_grad():
+                for parameter in engine.optimizer.param_groups[0]["params"]:
+                    parameter.mul_(0.5)
+
+        hook = engine.optimizer.register_step_post_hook(halves)
+        run_steps(engine, rank, [8])
+        assert one_bit_steps(engine)._local.pending
+        hook.remove()
+        run_steps(engine, rank, range(9, 13))
+        return before, full_weights(engine)
+
+    answers = on_ranks(2, run)
+    for before, found in answers:
+        same(found, answers[0][1], exact=True)
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, before[name] * 0.5, rtol=0.05, atol=0.005)
+
+
 @on_each_rank(2)
 def test_unused_and_frozen_parameters_stay(rank, model):
     """An unused one keeps weights, average and errors. Gradients are not averaged yet: refused."""

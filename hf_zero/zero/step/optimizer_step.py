@@ -256,20 +256,21 @@ class OptimizerStep:
         self.bound.run_pre_hooks(self.take_hook_writes)
         self.take_user_writes()
 
-    def take_hook_writes(self) -> None:
+    def take_hook_writes(self, ends_step: bool = False) -> None:
         """Take over what a hook of the step has written to parameters, and to members of groups,
-        before others read the weights (collective).
+        before others read the weights; with ``ends_step`` no other hook follows (collective).
         """
-        if self.feature_hooks.update:
-            return  # weights that a feature updates may differ from the masters on purpose
-        self.take_user_writes()
-        if not any(flat.copies_master for flat in self.model.trainable):
+        writes = self.bound.members.writes
+        if any(differ() for differ in self.feature_hooks.weights_differ):
+            writes.accept()  # the ranks take them when their weights become equal
             return
-        if self.model.mesh.largest("writes to members", int(self.bound.members.writes.pending)):
-            self.refresh_copies()
+        self.take_user_writes()
+        copies = any(flat.copies_master for flat in self.model.trainable)
+        if ends_step or (copies and self.model.mesh.largest("writes to members", writes.pending)):
+            self._refresh_copies()
             self.model.lend_to_hooks()
 
-    def refresh_copies(self) -> None:
+    def _refresh_copies(self) -> None:
         """Let weights that modules compute with follow the master weights (collective)."""
         copies = [flat for flat in self.model.trainable if flat.copies_master]
         for flat in copies:

@@ -37,6 +37,7 @@ class StepHooks:
     squares: tuple[Callable[[bool], torch.Tensor | None], ...] = ()
     before_update: tuple[Callable[[], None], ...] = ()
     update: tuple[Callable[[torch.Tensor | None], Sequence[FlatBuffer]], ...] = ()
+    weights_differ: tuple[Callable[[], bool], ...] = ()
     end_step: tuple[Callable[[int, bool, float], None], ...] = ()
     synchronize: tuple[Callable[[], None], ...] = ()
     complete_state: tuple[Callable[[], None], ...] = ()
