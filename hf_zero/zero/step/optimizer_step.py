@@ -268,7 +268,8 @@ class OptimizerStep:
         copies = any(flat.copies_master for flat in self.model.trainable)
         if ends_step or (copies and self.model.mesh.largest("writes to members", writes.pending)):
             self._refresh_copies()
-            self.model.lend_to_hooks()
+            if not ends_step:
+                self.model.lend_to_hooks()
 
     def _refresh_copies(self) -> None:
         """Let weights that modules compute with follow the master weights (collective)."""
