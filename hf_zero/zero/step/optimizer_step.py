@@ -265,19 +265,14 @@ class OptimizerStep:
             writes.accept()  # the ranks take them when their weights become equal
             return
         self.take_user_writes()
-        copies = any(flat.copies_master for flat in self.model.trainable)
+        copies = [flat for flat in self.model.trainable if flat.copies_master]
         if ends_step or (copies and self.model.mesh.largest("writes to members", writes.pending)):
-            self._refresh_copies()
+            for flat in copies:
+                flat.count_change()
+            self.model.schedule.refresh(copies, copies)
+            writes.accept()
             if not ends_step:
                 self.model.lend_to_hooks()
-
-    def _refresh_copies(self) -> None:
-        """Let weights that modules compute with follow the master weights (collective)."""
-        copies = [flat for flat in self.model.trainable if flat.copies_master]
-        for flat in copies:
-            flat.count_change()
-        self.model.schedule.refresh(copies, copies)
-        self.bound.members.writes.accept()
 
     def take_member_writes(self) -> None:
         """Let whole weights that are about to be read have what a script has written to members of
