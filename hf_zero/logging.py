@@ -151,6 +151,11 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return values
 
 
+def finite(value: object) -> object:
+    """Return ``value``, or None for a number that is not finite, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 LEVELS = ("debug", "info", "warning", "error", "critical")
 STEPS = ("steps", "steps:all")
 # set where warnings about the environment were logged: ranks that inherit it do not repeat them

@@ -19,8 +19,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
-from hf_zero.logging import in_units
-from hf_zero.measures.metrics_file import finite
+from hf_zero.logging import finite, in_units
 
 __all__ = [
     "AsJson",

@@ -37,9 +37,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.measures import MetricsSection
 from hf_zero.config.sourced import is_written
 from hf_zero.device import free_memory, kinds, pinned
-from hf_zero.logging import JsonObject, in_units, logger
+from hf_zero.logging import JsonObject, finite, in_units, logger
 from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectives
-from hf_zero.measures.metrics_file import finite
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
 from hf_zero.measures.utilization import flops_per_token, peak_flops
 from hf_zero.zero.state_bytes import bytes_by_tier, held_bytes

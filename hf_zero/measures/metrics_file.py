@@ -13,7 +13,6 @@ repeats, move to ``metrics.replaced.jsonl``; earlier headers and warnings stay.
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.logging import JsonObject, logger, parse_json
+from hf_zero.logging import JsonObject, finite, logger, parse_json
 
 NAME = "metrics.jsonl"
 REPLACED = "metrics.replaced.jsonl"
@@ -307,8 +306,3 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     draft.replace(path)
-
-
-def finite(value: object) -> object:
-    """Return ``value``, or None for a number that is not finite, which JSON lacks."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
