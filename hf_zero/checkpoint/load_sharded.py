@@ -285,7 +285,7 @@ class _RankLoad(StateSource):
                 read = partial(_suggest_other_tags, folder, self._read_state)
                 collective_try(engine.mesh.job, read, folder, partly)
             engine.refresh_params()
-            engine.restart_window()
+            engine.drop_gradients()
             if not options.data_position and engine.training_dataloader is not None:
                 engine.window_start.note(engine)
             engine.set_scale_on_optimizer()

@@ -150,11 +150,18 @@ class TrainingEngine(EngineParts):
         script calls it after every micro-batch of a window. Without ``set_to_none`` the next step
         updates parameters that had a gradient with zeros if no backward uses them.
         """
+        self.drop_gradients(partial(GradientBuffer.zero_grad, set_to_none=set_to_none))
+
+    def drop_gradients(self, drop: Callable[[GradientBuffer], None] = GradientBuffer.clear) -> None:
+        """Drop all gradients, those of each flat buffer by its method ``drop``, and restart the
+        accumulation window. By default zeros that :meth:`zero_grad` has set remain, as in torch
+        when a script loads a checkpoint.
+        """
         if self.bound is not None and self.bound.members.phase.in_step:
             self.changes.refuse_gradients("zero_grad()")
         self.pass_runner.module_hooks.abort_broken_pass()
         self.changes.refuse_until_step("zero_grad()")
-        self.pass_runner.reducer.clear(partial(GradientBuffer.zero_grad, set_to_none=set_to_none))
+        self.pass_runner.reducer.clear(drop)
         self.optimizer_step.gradient.held.forget()
         self.pass_runner.losses.reset()
         self.measures.zero_grad()
