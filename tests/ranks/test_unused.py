@@ -479,9 +479,10 @@ ZEROS = [
 
 
 def step_over_zeros(model, optimizer, backward, step, drops, reload=None):
-    """Train; ``reload`` saves and loads after each step, if given. A backward is dropped if the script ``drops`` any, and a gradient between the second
+    """Train: a backward is dropped if the script ``drops`` any, and a gradient between the second
     backward and its step. Gradients are set to zeros after steps, one of them to None, those of the
-    fourth step to None. Parameters are frozen in the third step, another one unfrozen.
+    fourth step to None. Parameters are frozen in the third step, another one unfrozen. ``reload``,
+    if given, saves and loads after the other steps.
     """
     for number, (heads, late) in enumerate(USES):
         backward(number, heads, late)
