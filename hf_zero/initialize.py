@@ -105,15 +105,16 @@ def initialize(
             call loads the one that ``latest`` names, or the newest if that is damaged, with
             counters, random generators and the position in ``training_data``. On another number
             of ranks it changes the number of micro-batches, so that each step trains on the same
-            samples. ``"latest"`` uses ``checkpoint.folder`` of the configuration. Continue your
-            loop from ``engine.global_steps``, ``loader.epoch`` and ``engine.client_state``.
+            samples. Without a checkpoint there it warns and starts afresh. ``"latest"`` uses
+            ``checkpoint.folder`` of the configuration. Continue your loop from
+            ``engine.global_steps``, ``loader.epoch`` and ``engine.client_state``.
 
     Raises:
         LaunchError: the variables of the launcher are incomplete or contradict each other.
         ConfigError: no configuration or two, two optimizers or schedulers, or values that
             contradict each other; a checkpoint with other parallel sizes, or with a batch that the
             ranks cannot divide.
-        CheckpointError: the folder to resume from has no complete checkpoint.
+        CheckpointError: all checkpoints in the folder to resume from are damaged.
         NotBuiltError: an ``mpu`` that splits the model.
         UnsupportedOptimizerError: an optimizer that is neither known to update each element by
             itself nor built for shards of whole tensors (``hf_zero/optim/README.md``).
