@@ -356,6 +356,29 @@ def test_modules_and_weights_with_several_uses(stage):
     alike(stage, loss=loss, model_of=lambda: seeded(Shared))
 
 
+@in_turn("stage, ranks", [(0, 1), (2, 2), (3, 2)])
+def test_gradients_for_inputs_are_taken_in_no_sync(stage, ranks):
+    """Adversarial examples; the refusal where they are not names the way."""
+
+    def loss(engine: Any, at: At) -> torch.Tensor:
+        x = inputs(at).requires_grad_()
+        with engine.no_sync():
+            (slope,) = torch.autograd.grad(engine(x).pow(2).sum(), x)
+        return engine(x.detach() + 0.1 * slope.sign()).pow(2).mean()
+
+    def refused(rank: int, model: nn.Module) -> None:
+        engine = opened(model, stage, True)
+        train(engine, rank, range(2), loss)
+        x = inputs(At(2, 0, rank)).requires_grad_()
+        torch.autograd.grad(engine(x).pow(2).sum(), x)
+        with pytest.raises(PartitionError, match=r"torch\.autograd\.grad, inside engine\.no_sync"):
+            engine(x)
+        engine.destroy()
+
+    alike(stage, ranks=ranks, loss=loss, model_of=lambda: seeded(Shared))
+    on_ranks(ranks, refused, build=lambda: seeded(Shared))
+
+
 @in_turn("stage", [1, 3])
 def test_going_on(stage, tmp_path):
     """From a checkpoint between steps, with a schedule, and after parts freeze and train again."""

@@ -109,8 +109,8 @@ class StateChanges:
                 f"{what} comes after a backward that has updated the model already "
                 "(zero_optimization.update_in_backward) and before its step(): without that key it "
                 "would precede the update. Call step() first, or switch update_in_backward off; "
-                "backwards before the last one of a step need "
-                "engine.set_gradient_accumulation_boundary(False)"
+                "call the backwards before the last one of a step, and torch.autograd.grad, inside "
+                "engine.no_sync()"
             )
 
     def refuse_gradients(self, what: str) -> None:
