@@ -42,7 +42,7 @@ def read_elasticity(section: Mapping[str, object]) -> JsonObject:
     names = ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node")
     numbers = [values[key] for key in names]
     whole = [*numbers, *(micros if isinstance(micros, list) else [None])]
-    if not all(isinstance(number, int) and number > 0 for number in whole) or not micros:
+    if not micros or not all(type(number) is int and number > 0 for number in whole):
         raise ConfigError(
             f"elasticity needs {', '.join(names)} and a list of micro_batch_sizes, integers of "
             f"at least 1; it has {dict(section)}"
@@ -65,9 +65,9 @@ def elastic_batch(section: Mapping[str, object]) -> tuple[int, list[int]]:
     values = read_elasticity(section)
     micros, most = values["micro_batch_sizes"], values["max_train_batch_size"]
     per_node = values["num_gpus_per_node"] if values["version"] >= 0.2 else 1
-    least, highest = values["min_gpus"] // per_node, values["max_gpus"] // per_node
+    least, highest = math.ceil(values["min_gpus"] / per_node), values["max_gpus"] // per_node
     sizes = {_largest_multiple(base, most // per_node) for base in (*micros, math.lcm(*micros))}
-    fitting = {size: _fitting_ranks(size, micros, max(least, 1), highest) for size in sizes if size}
+    fitting = {size: _fitting_ranks(size, micros, least, highest) for size in sizes if size}
     if not any(fitting.values()):
         raise ConfigError(
             f"elasticity: no batch of at most {most} samples fits {values['min_gpus']} to "

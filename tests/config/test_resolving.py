@@ -143,6 +143,8 @@ def test_the_batch_fits_all_the_ranks_that_it_names() -> None:
     small = {"max_train_batch_size": 48, "micro_batch_sizes": [2, 4]}
     assert elastic_sizes(small, 2) == (48, 4)
     assert elastic_sizes({**small, "prefer_larger_batch": False}, 2)[1] == 2
+    nodes = {**SECTION, "version": 0.2, "num_gpus_per_node": 8, "min_gpus": 12}
+    assert min(elastic_batch(nodes)[1]) == 16
     with pytest.raises(ConfigError, match="does not fit 128 ranks; start one of the numbers"):
         elastic_sizes(SECTION, 128)
 
@@ -170,6 +172,7 @@ def test_what_cannot_be_is_named() -> None:
         ({"micro_batch_size": [1]}, "unknown key 'elasticity.micro_batch_size'"),
         ({"micro_batch_sizes": 4}, "a list of micro_batch_sizes"),
         ({"min_gpus": 0}, "integers of at least 1"),
+        ({"max_train_batch_size": True}, "integers of at least 1"),
         ({"num_gpus_per_node": 0, "version": 0.2}, "integers of at least 1"),
         ({"version": "x"}, "elasticity.version = 'x' is no number; write 0.1 or 0.2"),
         ({"max_train_batch_size": 4, "micro_batch_sizes": [8]}, "no batch of at most 4 samples"),

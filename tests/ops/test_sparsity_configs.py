@@ -113,6 +113,7 @@ def test_negative_blocks_count_from_the_end() -> None:
         assert torch.equal(layout(-1, -4), layout(8, 5))
         assert torch.equal(layout(-3, ends=[-1]), layout(6, ends=[8]))
         assert torch.equal(layout(-2, ends=[99]), layout(7, ends=[9]))
+        assert torch.equal(layout(1, ends=[-6]), layout(1, ends=[3]))
         assert torch.equal(layout(-99), layout(99))  # no block of this sequence
 
 
@@ -162,6 +163,15 @@ WRONG: list[tuple[Any, str]] = [
         lambda: Variable(1, global_block_indices=[3], global_block_end_indices=[3]),
         "each below its end",
     ),
+    (
+        lambda: Variable(1, global_block_indices=[-2], global_block_end_indices=[0]),
+        "each below its end",
+    ),
+    (lambda: Variable(1, global_block_indices="0"), "lists of integers"),
+    (lambda: Variable(1, local_window_blocks=[2.5]), r"local_window_blocks is \[2\.5\]"),
+    (lambda: Variable(1, num_random_blocks=1.5), r"num_random_blocks is 1\.5"),
+    (lambda: Fixed(1, num_local_blocks=4.0), r"num_local_blocks is 4\.0"),
+    (lambda: BigBirdSparsityConfig(1, seed="x"), "seed is 'x'; write an integer"),
     (lambda: LocalSlidingWindowSparsityConfig(1, attention="past"), "'past'"),
     (lambda: BlockLayout(torch.ones(2, 3), 16), "has the shape"),
     (lambda: BigBirdSparsityConfig(1, num_global_blocks=-1), "num_global_blocks is -1"),

@@ -58,6 +58,7 @@ class FixedSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         self.attention = _direction(attention, horizontal_global_attention)
         self.horizontal_global_attention = horizontal_global_attention
+        _check_counts(num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)
         if num_global_blocks < 1 or num_local_blocks < 1 or num_local_blocks % num_global_blocks:
             raise KernelError(
                 f"num_local_blocks is {num_local_blocks}, which must be a multiple of "
@@ -95,7 +96,8 @@ class VariableSparsityConfig(SparsityConfig):
     random blocks in each row.
 
     ``global_block_indices`` are single blocks, or with ``global_block_end_indices`` the starts of
-    spans, whose (exclusive) ends those are. Negative ones count from the end of the sequence.
+    spans, whose (exclusive) ends those are. Negative ones count from the end of the sequence, as
+    in slices of tensors.
     """
 
     def __init__(
@@ -114,9 +116,11 @@ class VariableSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         self.attention = _direction(attention, horizontal_global_attention)
         self.horizontal_global_attention = horizontal_global_attention
-        self.num_random_blocks, self.seed = num_random_blocks, seed
+        self.num_random_blocks, self.seed = num_random_blocks, _check_seed(seed)
         _check_counts(num_random_blocks=num_random_blocks)
-        if not local_window_blocks or min(local_window_blocks) < 1:
+        if not local_window_blocks or any(
+            not isinstance(size, int) or size < 1 for size in local_window_blocks
+        ):
             raise KernelError(
                 f"local_window_blocks is {list(local_window_blocks)}; give sizes of at least 1"
             )
@@ -163,7 +167,7 @@ class BigBirdSparsityConfig(SparsityConfig):
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
         self.attention = _direction(attention)
-        self.num_random_blocks, self.seed = num_random_blocks, seed
+        self.num_random_blocks, self.seed = num_random_blocks, _check_seed(seed)
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.num_global_blocks = num_global_blocks
         _check_counts(
@@ -315,21 +319,37 @@ def _direction(attention: str, horizontal: bool = False) -> str:
 def _check_counts(**counts: int) -> None:
     """Raise KernelError for a number of blocks below 0, which a slice would count from the end."""
     for name, count in counts.items():
-        if count < 0:
-            raise KernelError(f"{name} is {count}; write a number of blocks, at least 0")
+        if not isinstance(count, int) or count < 0:
+            raise KernelError(f"{name} is {count!r}; write a number of blocks, at least 0")
+
+
+def _check_seed(seed: int) -> int:
+    if not isinstance(seed, int):
+        raise KernelError(f"seed is {seed!r}; write an integer")
+    return seed
 
 
 def _spans_checked(
     starts: Sequence[int], ends: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    if not all(isinstance(block, int) for block in (*starts, *(ends or ()))):
+        raise KernelError(
+            f"global_block_indices {starts!r} and global_block_end_indices {ends!r} must be lists "
+            "of integers"
+        )
     if ends is None:
         return tuple(starts), None
-    if len(starts) != len(ends) or any(start >= end for start, end in zip(starts, ends)):
+    if len(starts) != len(ends) or not all(map(_is_span, starts, ends)):
         raise KernelError(
             f"global_block_indices {list(starts)} must be as many as global_block_end_indices "
             f"{list(ends)}, each below its end"
         )
     return tuple(starts), tuple(ends)
+
+
+def _is_span(start: int, end: int) -> bool:
+    """Return whether a slice from ``start`` to ``end`` has a block of some sequence."""
+    return start >= 0 > end or start < end != 0
 
 
 def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int | None]]:
