@@ -1,4 +1,5 @@
-"""Random programs of parallel training, and random lives of training state, against one process.
+"""Random programs of parallel training, random lives of training state and random training loops,
+against one process.
 
 Programs: model types of transformers on ranks that share layers, sequences, experts or nothing, at
 every stage, with padding, packing and clipping. Each trains, evaluates, generates, is saved, goes
@@ -9,6 +10,7 @@ many.
 import os
 from itertools import product
 
+from tests.helpers import random_loops, random_scripts
 from tests.helpers.cells import runs_long
 from tests.helpers.random_programs import ACTS, Mesh, Program, check, kinds, runnable
 from tests.helpers.random_states import ACTS as ACTS_ON_STATE
@@ -17,6 +19,7 @@ from tests.helpers.ranks import RanksHung
 
 ALL = 400
 LIVES, FAST_LIVES = 2000, 12
+LOOPS, FAST_LOOPS = 300, (0, 2, 3, 4, 5)
 # sequences, layers, layers of experts, sequences and experts on several ranks: the meshes of a
 # seed's engines, of which rounding alone decides nothing
 FAST = {
@@ -35,6 +38,9 @@ def pytest_generate_tests(metafunc):
     if "tenth" in metafunc.fixturenames:
         count = int(os.environ.get("HF_ZERO_SEEDS", LIVES if runs_long(metafunc.config) else 0))
         metafunc.parametrize("tenth", range(-(-(count or FAST_LIVES) // 10)))
+    if "loop" in metafunc.fixturenames:
+        count = int(os.environ.get("HF_ZERO_SEEDS", LOOPS if runs_long(metafunc.config) else 0))
+        metafunc.parametrize("loop", range(count) if count else FAST_LOOPS)
 
 
 def test_as_in_one_process(seed, tmp_path):
@@ -77,6 +83,33 @@ def test_lives_draw_every_optimizer_and_every_act():
     # an update in the backward, which clipping puts off, and experts that steps leave out, with all
     kinds = [(life.in_backward and not life.clip, life.experts > 0) for life in lives]
     assert {one for kind in kinds for one in enumerate(kind)} == {*product((0, 1), (False, True))}
+
+
+def test_loops_as_in_plain_torch(loop):
+    """The script of a user, with reads and writes at all points of a step."""
+    drawn = random_scripts.Loop.drawn(loop)
+    if error := random_loops.fails(drawn):
+        shorter = random_loops.shrunk(drawn)
+        raise AssertionError(f"Loop.drawn({loop})\n{error}\n{shorter!r}")
+
+
+def test_loops_draw_every_optimizer_event_and_window():
+    loops = [random_scripts.Loop.drawn(seed) for seed in range(LOOPS)]
+    windows = [window for loop in loops for part in loop.lives for window in part.windows]
+    assert {loop.optimizer for loop in loops} == set(random_scripts.OPTIMIZERS)
+    assert {window.kind for window in windows} == set(random_scripts.WINDOWS)
+    events = {event.do for window in windows for event in window.events}
+    assert events == set(random_scripts.EVENTS)
+
+
+def test_a_loop_with_other_gradients_differs(monkeypatch):
+    """The comparison finds gradients that are not divided by the micro-batches."""
+    plain = random_scripts.Window()
+    part = random_scripts.Part(2, 1, "device", 2, (), (plain, plain))
+    loop = random_scripts.Loop(0, frozenset(), 9, "SGD", "one", "none", 0.0, "fp32", (part,))
+    assert not random_loops.fails(loop)
+    monkeypatch.setattr(random_loops.Plain, "divisor", 1)
+    assert random_loops.fails(loop).startswith("DIFFERS")
 
 
 def test_a_load_from_before_the_first_step_begins_offloaded_state_anew():
