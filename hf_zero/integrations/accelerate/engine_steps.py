@@ -225,7 +225,8 @@ class WindowState(Enum):
     OPEN -> ENDED                      the backward of the last micro-batch
     ENDED -> OPEN                      the step
     ENDED -> STEPPED_EARLY             the step, made before a forward (caller UNKNOWN)
-    ENDED -> DROPPED                   ``zero_grad()``
+    ENDED -> DROPPED                   ``optimizer.zero_grad()``
+    ENDED -> OPEN                      a backward after ``model.zero_grad()``
     STEPPED_EARLY -> OPEN              the refusal of a clipping or step that comes too late
     DROPPED -> OPEN                    ``optimizer.step()``, which only runs its hooks
     =================================  ======================================================
@@ -268,7 +269,7 @@ class SingleEngineSteps(EngineSteps):
         engine = self._engine
         if self.caller is StepCaller.CLIPPING:
             self._make_overdue_step()
-        if self.window is not WindowState.ENDED:
+        if self.window is not WindowState.ENDED or not engine.held_micro_batches:
             self.window = WindowState.OPEN
         self._trained = engine.training
         super().backward(loss, sync_gradients, **kwargs)

@@ -130,6 +130,34 @@ def test_backwards_inside_no_sync_add_up() -> None:
     assert_same_weights(engine.module, plain)
 
 
+@in_turn("stage", range(4))
+def test_a_model_that_drops_the_gradients_of_a_due_step(stage: int) -> None:
+    """``model.zero_grad()`` in place of a step: the next window is as long as any."""
+    forget()
+    accelerator = accelerator_with(0.0, stage)
+    engine, optimizer = prepared(accelerator)
+    plain = stack()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for at in range(6):  # in several processes accumulate itself enters no_sync
+        within = nullcontext() if at % 2 else engine.no_sync()
+        with accelerator.accumulate(engine), within:
+            accelerator.backward(squared(engine, at))
+            (squared(plain, at) / 2).backward()
+            if at == 3:
+                engine.zero_grad()
+                plain.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        if at % 2:
+            theirs.step()
+            theirs.zero_grad()
+        assert engine.held_micro_batches == (at + 1) % 2
+    assert engine.global_steps == 2
+    with hf_zero.GatheredParameters(list(engine.module.parameters())):
+        assert_same_weights(engine.module, plain)
+
+
 def test_two_models_step_and_forget_when_their_optimizers_are_told() -> None:
     accelerator = accelerator_with()
     (one, of_one), (two, of_two) = prepared(accelerator), prepared(accelerator)
