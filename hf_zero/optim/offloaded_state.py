@@ -165,14 +165,14 @@ class OffloadedState(OffloadedSegments):
             live[name] = entry
 
     def _write_first(self, segment: Segment, first: InitialValues, *names: str) -> None:
-        """Write the values before the first step other than 0 into states of ``segment`` that
-        exist; ``names``: into these.
+        """Write the values before the first step into numbers of ``segment``, and those other than
+        0 into its arrays, which exist; ``names``: into these.
         """
-        entries = self._entries.of(segment)
+        entries, arrays = self._entries.of(segment), segment.parts[0].flat.contents.names()
         for name, value in first(segment.group, _like(segment)).items():
-            if not bool(value) or (names and name not in names):
+            if (names and name not in names) or (name in arrays and not bool(value)):
                 continue
-            if name in segment.parts[0].flat.contents.names():
+            if name in arrays:
                 self._fill(segment, name, value)
             elif name in entries:
                 self._entries.states[segment.tensor][name] = copy_of(value)

@@ -140,10 +140,11 @@ def cleared(step, optimizer):
 
 
 # made after the state, and sets the rate of the first step
-WARMUP = {
+WARMUP: dict[str, Any] = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 5e-2, "warmup_num_steps": 4},
 }
+FROM_0 = WARMUP | {"params": {**WARMUP["params"], "warmup_min_lr": 0.0}}
 
 
 def averaged(model):
@@ -153,6 +154,8 @@ def averaged(model):
 KINDS: dict[str, dict[str, Any]] = {
     "step sizes that begin with a schedule": {"make": rprop, "scheduler": WARMUP},
     "rates that begin with a schedule": {"make": averaged, "scheduler": WARMUP},
+    "rates that begin with 0": {"make": averaged, "scheduler": FROM_0},
+    "step sizes that begin with 0": {"make": rprop, "scheduler": FROM_0},
     "groups of one flat with their own first state": {"make": rprop},
     "groups of one flat with their own sums": {"make": adagrad, "ranks": 2},
     "momentum of torch": {"make": momentum(torch.optim.SGD), "told": switched_on},
