@@ -29,6 +29,7 @@ ELASTIC = "TORCHELASTIC_RUN_ID"
 # SLURM's lists: gpu[001-003,7],login and 2(x3),1
 PLAIN = re.compile(r"[^\[\],\s]+")
 GROUP = re.compile(r"\[([^\[\]]*)\]")
+MAX_RANGE = 1 << 16  # hosts: a typing error must not fill the memory
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -451,10 +452,10 @@ def _expand(part: str, text: str, name: str) -> Iterator[str]:
     for piece in group[1].split(","):
         match = RANGE.fullmatch(piece.strip())
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last):
+        if not 0 <= int(last) - int(first) < MAX_RANGE:
             raise LaunchError(
                 f"{name}={text!r} holds {piece.strip()!r} in brackets, which is not a number and "
-                "no range such as 01-16"
+                f"no range such as 01-16, of {MAX_RANGE:,} hosts at most"
             )
         for number in range(int(first), int(last) + 1):
             yield from _expand(
