@@ -66,7 +66,7 @@ def _restore(group: MutableMapping[str, object], saved: Mapping[str, Any]) -> No
             continue
         present = group.get(name)
         if isinstance(present, Tensor):
-            present.fill_(value)
+            present[...] = value
         elif isinstance(present, tuple):
             group[name] = (
                 tuple(

@@ -115,7 +115,7 @@ class LRSchedule(LRScheduler, ABC):
     def _per_group(self, name: str, value: Any) -> list[float]:
         groups = len(self.optimizer.param_groups)
         values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
-        if len(values) != groups or not all(_is_number(item) for item in values):
+        if len(values) != groups or not all(is_number(item) for item in values):
             raise ConfigError(
                 f"{self._where(name)} is {value!r}; write a number, or a list of {groups} numbers, "
                 "one for each parameter group"
@@ -123,7 +123,7 @@ class LRSchedule(LRScheduler, ABC):
         return [float(item) for item in values]
 
     def _number(self, name: str, value: object, least: float = -math.inf) -> float:
-        if not _is_number(value) or value < least:
+        if not is_number(value) or value < least:
             bound = f" of at least {least:g}" if least > -math.inf else ""
             raise ConfigError(
                 f"{self._where(name)} is {value!r}; write a number{bound} (YAML reads 1e-5 "
@@ -132,7 +132,7 @@ class LRSchedule(LRScheduler, ABC):
         return float(value)
 
     def _count(self, name: str, value: object, least: int = 0) -> int:
-        if not _is_number(value) or value != math.floor(value) or value < least:
+        if not is_number(value) or value != math.floor(value) or value < least:
             raise ConfigError(
                 f"{self._where(name)} is {value!r}; write a whole number of at least {least}"
             )
@@ -152,7 +152,8 @@ def _torch_optimizer(optimizer: object, schedule: str) -> torch.optim.Optimizer:
     )
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is a finite number."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -482,7 +483,7 @@ class OneCycle(LRSchedule):
         if self.cycle_momentum:
             momenta = self.moms_at(self.last_batch_iteration)
             for group, momentum in zip(self.optimizer.param_groups, momenta):
-                group["betas"] = (momentum, 0.99)
+                group["betas"] = (momentum, 0.99, *group["betas"][2:])
 
 
 SCHEDULES: dict[str, type[LRSchedule]] = {

@@ -16,11 +16,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from numbers import Real
 from typing import Any, Generic, Protocol, TypeVar
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
+from hf_zero.optim.schedules import is_number
 
 Number = int | float
 T = TypeVar("T")
@@ -204,7 +204,8 @@ class DifficultySchedule:
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that the step does not give: the final value of a custom function."""
-        return {} if self._reached is None else {"reached": self._reached}
+        reached = self._reached  # a number of numpy is none of JSON
+        return {} if reached is None else {"reached": getattr(reached, "item", lambda: reached)()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._reached = state.get("reached")
@@ -218,7 +219,7 @@ class DifficultySchedule:
                 "engine.set_custom_curriculum_learning_schedule(function) before training"
             )
         difficulty = self._function(step)
-        if not _is_number(difficulty):
+        if not is_number(difficulty):
             raise ConfigError(
                 f"the function of {self._section} returned {difficulty!r} for step {step}; return "
                 "the difficulty, a number"
@@ -263,15 +264,11 @@ class DifficultySchedule:
     def _number(
         self, name: str, value: Any, least: float = -math.inf, above: float = -math.inf
     ) -> Number:
-        if not _is_number(value) or value < least or value <= above:
+        if not is_number(value) or value < least or value <= above:
             bound = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
             raise ConfigError(f"{self._section}.{name} = {value!r} is not a number {bound}")
         number: Number = value
         return number
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def set_custom_schedule(
