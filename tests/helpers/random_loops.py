@@ -227,7 +227,7 @@ class OnRank(Side):
         super().__init__(loop, set())
         self.rank, self.ranks, self.folder = rank, [rank], folder
         if before is not None:  # the same rank, or the first one, in an engine that has ended
-            self.frozen, self.added, self.number = before.frozen, before.added, before.number
+            self.frozen, self.added, self.number = set(before.frozen), before.added, before.number
             self.replaced, self.average = before.replaced, dict(before.average)
 
     def start(self, number: int, part: Part, model: Net) -> None:
