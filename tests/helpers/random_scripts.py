@@ -292,6 +292,8 @@ class Loop:
         if precision != "fp32":
             parts -= {"batch norm", "float64", "experts"}
         name = draw.choice(list(OPTIMIZERS))
+        if name == "Rprop":  # a sign that turns moves a weight by a whole step
+            precision = "fp32"
         kind, schedule = OPTIMIZERS[name], draw.choice(("none",) * 4 + tuple(SCHEDULES))
         if schedule == "one cycle" and not {"betas", "momentum"} & {*kind.defaults()}:
             schedule = "cosine"
